@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.image_reader import ImageReader
+from jackfield.bridge.sounds import SoundReader, sound_reader
 from jackfield.bridge.tokenizer_files import tokenizer_of
 from jackfield.devices import refuse_autocast
 from jackfield.engine.batch_limits import BatchLimits, check_limits, limits_for
@@ -160,8 +161,9 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
     if isinstance(helper, FoundAssistant):
         check_vocabulary(job.source, tokenizer, helper)
     images = reader_for(job.source, plan, spec)
+    sounds = sound_reader(spec.tokenizer, job.source)
     given = {"model": model, **arguments}
-    return Prepared(job, plan, helper, tokenizer, images, limits, spec, given)
+    return Prepared(job, plan, helper, tokenizer, images, sounds, limits, spec, given)
 
 
 def _decided(model: Any, spec: PlanSpec) -> tuple[Job, Plan, FoundAssistant | EarlyExit | None]:
@@ -191,6 +193,7 @@ class Prepared:
     assistant: FoundAssistant | EarlyExit | None
     tokenizer: Any | None
     images: ImageReader | str | None
+    sounds: SoundReader | str | None
     limits: BatchLimits
     spec: LoadSpec
     given: Mapping[str, Any]
@@ -232,6 +235,7 @@ class Prepared:
                 free=free,
                 beside=beside,
                 images=self.images,
+                sounds=self.sounds,
             )
             engine.when_closed(files.pop_all().close)
         return engine

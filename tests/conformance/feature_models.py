@@ -1,4 +1,4 @@
-"""Small models that read features, of every type, with weights that make all that was read count."""
+"""Small models that read features, with weights that make all that was read count."""
 
 from __future__ import annotations
 

@@ -166,17 +166,17 @@ class AttentionBinding:
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
         ) -> Any:
-            # The layers of an encoder for sounds or images need not be numbered.
-            layer = getattr(module, "layer_idx", None) if self._aside else module.layer_idx
-            guard.layer = layer
             rows, heads, length, _ = query.shape
-            if not self._aside:
+            if self._aside:  # the layers of an encoder for sounds or images need not be numbered
+                layer = guard.layer = getattr(module, "layer_idx", None)
+            else:
+                layer = guard.layer = module.layer_idx
                 count(layer, length)
                 note(layer)
             with guard:
                 output, weights = inner(module, query, key, value, attention_mask, **kwargs)
             self._check("forward", output, (rows, length, heads, value.shape[3]), query, value)
-            if self.tap is not None:
+            if self.tap is not None and layer is not None:
                 self.tap.note(layer, query, key, value, output, None)
             return output, weights
 

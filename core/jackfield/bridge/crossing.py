@@ -29,10 +29,10 @@ class Crossing:
 
     @contextlib.contextmanager
     def masked(self, mask: torch.Tensor | None) -> Iterator[None]:
-        """Calls of the model meanwhile hide what `mask` (`[rows, columns]`) has as 0; None: nothing.
+        """Calls of the model meanwhile hide what `mask` (`[rows, columns]`) has as 0.
 
-        Raises ExecutionError for a decoder that takes no mask, as Whisper's does, whose encoder says
-        equally much of every prompt.
+        Raises ExecutionError for a decoder that takes no mask, as Whisper's does, whose encoder
+        says equally much of every prompt.
         """
         if mask is None:
             yield

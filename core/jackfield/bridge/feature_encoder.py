@@ -95,7 +95,7 @@ class FeatureEncoder:
         As `detect_language` of transformers' Whisper.
         """
         ids = torch.tensor([[start]], device=self._device)
-        encoded = EncoderOutput(last_hidden_state=said[None])
+        encoded = EncoderOutput(last_hidden_state=said[None])  # type: ignore[arg-type]
         logits = self._model(
             encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False
         ).logits[0, -1]

@@ -21,8 +21,8 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.shrinking import VOCAB
 from jackfield.contracts import ModelInputs
 
-#: Lengths of three prompts, and how much of the last one is padding, by how they are measured.
-_LENGTHS = {"samples": (9_600, 12_000, 8_000, 2_400), "frames": (96, 128, 80, 24)}
+_SHARES = (0.8, 1.0, 0.64)  # of a usual length, which prompts have
+_PADDING = 0.3  # of the last one
 _NEW = 5
 _FIRST = 2  # tokens that are fed together, as a text may begin with several
 
@@ -84,21 +84,18 @@ class _Bench:
 def _drawn(
     shape: FeatureShape, dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Three prompts of noise, and their masks."""
-    if shape.along is None:
-        assert all(shape.sizes)
-        sizes = [int(size or 0) for size in shape.sizes]
-        return [(torch.randn(sizes, dtype=dtype), None) for _ in range(3)]
-    *lengths, padding = _LENGTHS[shape.axes[shape.along]]
-    if shape.padded:
-        lengths, padding = [shape.most] * 3, 0
-    drawn: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-    for length in lengths:
-        sizes = [length if size is None else size for size in shape.sizes]
-        drawn.append((torch.randn(sizes, dtype=dtype), None))
-    if padding:
-        values, mask = drawn[-1][0], torch.ones(lengths[-1], dtype=torch.long)
-        values.narrow(shape.along, lengths[-1] - padding, padding).zero_()
-        mask[-padding:] = 0
-        drawn[-1] = values, mask
+    """Prompts of noise, and their masks."""
+    if shape.along is None or shape.padded:
+        sizes = shape.sized(shape.some)
+        return [(torch.randn(sizes, dtype=dtype), None) for _ in _SHARES]
+    lengths = [int(share * shape.some) // shape.multiple * shape.multiple for share in _SHARES]
+    drawn: list[tuple[torch.Tensor, torch.Tensor | None]] = [
+        (torch.randn(shape.sized(length), dtype=dtype), None) for length in lengths
+    ]
+    values, length = drawn[-1][0], lengths[-1]
+    padding = int(_PADDING * length) // shape.multiple * shape.multiple
+    values.narrow(shape.along, length - padding, padding).zero_()
+    mask = torch.ones(length, dtype=torch.long)
+    mask[length - padding :] = 0
+    drawn[-1] = values, mask
     return drawn

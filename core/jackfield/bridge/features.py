@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 #: Numbers of one prompt, where a model has no bound of its own: 4 minutes of sound at 16 kHz.
 MOST_NUMBERS = 2**22
@@ -36,6 +37,17 @@ class FeatureShape:
     def along(self) -> int | None:
         """Which dimension is as long as the prompt; None: all have one size."""
         return self.sizes.index(None) if None in self.sizes else None
+
+    @property
+    def some(self) -> int:
+        """A length that prompts have: a second of sound or so."""
+        if self.along is None or self.padded:
+            return self.most
+        return min(self.most, 12_000 if self.axes[self.along] == "samples" else 128)
+
+    def sized(self, length: int) -> list[int]:
+        """The size of each dimension of a prompt that is so long."""
+        return [length if size is None else size for size in self.sizes]
 
     def told(self) -> str:
         """The shape in words, for a message."""

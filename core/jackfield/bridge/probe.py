@@ -27,7 +27,7 @@ from jackfield.bridge.encoders import (
     has_encoder,
     joined,
 )
-from jackfield.bridge.features import reads_features
+from jackfield.bridge.features import reads_features, shape_of
 from jackfield.bridge.model_layers import attention_modules
 from jackfield.bridge.quiet import quiet
 from jackfield.bridge.stand_ins import standing_in
@@ -136,6 +136,12 @@ def _step(meta_model: PreTrainedModel, cache: DynamicCache) -> None:
     if reads_features(meta_model.config):
         del whole["attention_mask"]
     meta_model(**whole, past_key_values=beside_an_encoder(cache), use_cache=True)
+    if (shape := shape_of(meta_model.config)) is not None:
+        try:
+            encoder: Any = meta_model.get_encoder()
+            encoder(**{shape.name: torch.zeros(1, *shape.sized(shape.some))})
+        except Exception as error:  # noqa: BLE001 - as in `probe`; what the decoder does was seen
+            logger.debug("no probe of %s: %s", type(encoder).__name__, first_line(error))
 
 
 def _numbers(layer: Any) -> int:

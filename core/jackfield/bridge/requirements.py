@@ -25,9 +25,9 @@ from jackfield.bridge.drivable import (
 )
 from jackfield.bridge.encoder_trial import encoder_trial
 from jackfield.bridge.encoders import encoder_config, has_encoder
-from jackfield.bridge.features import reads_features
 from jackfield.bridge.experts import experts_of, with_experts
 from jackfield.bridge.feature_trial import feature_trial
+from jackfield.bridge.features import reads_features
 from jackfield.bridge.footprint import (
     head_is_tied,
     head_of,

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, ProcessorMixin
 
 from jackfield.bridge.config_files import is_folder
+from jackfield.bridge.features import reads_features
 from jackfield.bridge.gguf import is_gguf
 from jackfield.bridge.guilty_fields import without_it
 from jackfield.bridge.hub_files import cached_folder, fetch_first
@@ -77,6 +78,8 @@ def tokenizer_of(given: Any | None, source: ModelSource) -> Any | None:
     if isinstance(given, type) or not (callable(given) and hasattr(given, "decode")):
         raise UsageError(_no_tokenizer(given))
     if isinstance(given, ProcessorMixin):
+        if reads_features(source.config):
+            return _with_template(given)
         if not reads_images(source):
             raise UsageError(
                 "tokenizer=… is a processor, and the model reads text only; give its tokenizer: "

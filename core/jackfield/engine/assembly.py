@@ -11,6 +11,7 @@ from jackfield.bridge.devices import settle
 from jackfield.bridge.feature_encoder import FeatureEncoder
 from jackfield.bridge.image_encoder import ImageEncoder, image_token
 from jackfield.bridge.image_reader import ImageReader
+from jackfield.bridge.sounds import SoundReader
 from jackfield.bridge.tokenizer import Text
 from jackfield.devices import hand_back, input_device
 from jackfield.engine.assistant import draft_model
@@ -49,6 +50,7 @@ class Assembly:
     bound: BoundModel
     text: Text
     images: ImageIntake | None
+    sounds: SoundReader | str | None
     structures: Structures
     introspection: Introspection
     loop: Loop
@@ -71,12 +73,14 @@ def assemble(
     free: int | None = None,
     beside: Beside | None = None,
     images: ImageReader | str | None = None,
+    sounds: SoundReader | str | None = None,
 ) -> Assembly:
     """Bind everything, then put it into place. Where one fails, the model is as it was.
 
     Of a model that several processes share, `leader` has the others, and `free` bytes are free in
     each of them. `beside` are the adapters that requests may name. `images` reads those of prompts,
-    or says why none are read; None: of a model for text.
+    or says why none are read; None: of a model for text. `sounds` makes features of sounds, or says
+    why nothing does; None: of a model that hears none.
     """
     offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
     whose = model.name_or_path or type(model).__name__
@@ -128,7 +132,9 @@ def assemble(
     if isinstance(loop.images, StepImages):
         restore.append(loop.images.kept.clear)
     restore.append(unused)
-    return Assembly(bound, text, intake, structures, introspection, loop, observer, worker, restore)
+    return Assembly(
+        bound, text, intake, sounds, structures, introspection, loop, observer, worker, restore
+    )
 
 
 def _steps(

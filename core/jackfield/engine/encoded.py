@@ -27,8 +27,9 @@ class EncodedCache(GuardedCache):
     """`inner` of the padded layout, whose steps get what `encoder` said of each row's prompt.
 
     A text is read once, when its sequence is first in a step; samples and beams of it share that.
-    `aside` is entered meanwhile. Features were read before their sequence entered. The rows of a batch keep their columns as long as it runs, since
-    the keys and values that were made of them do.
+    `aside` is entered meanwhile. Features were read before their sequence entered. The rows of a
+    batch keep their columns as long as it runs, since the keys and values that were made of them
+    do.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class EncodedCache(GuardedCache):
                     self._said[sequence.id] = features.given.said
                     continue
                 ids = sequence.encoder_ids
-                assert ids is not None and isinstance(self._encoder, TextEncoder)
+                assert ids is not None
+                assert isinstance(self._encoder, TextEncoder)
                 if id(ids) not in read:
                     read[id(ids)] = self._encoder.read(ids)
                 self._said[sequence.id] = read[id(ids)]

@@ -19,6 +19,7 @@ from rich.progress import track
 from jackfield.bridge.adapter import Adapter
 from jackfield.bridge.image_reader import ImageReader
 from jackfield.bridge.lora import check_name, find_lora
+from jackfield.bridge.sounds import SoundReader
 from jackfield.engine.adapters import Adapters
 from jackfield.engine.assembly import assemble
 from jackfield.engine.batch_limits import BatchLimits
@@ -87,6 +88,7 @@ class Engine:
         free: int | None = None,
         beside: Beside | None = None,
         images: ImageReader | str | None = None,
+        sounds: SoundReader | str | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -104,6 +106,7 @@ class Engine:
             free=free,
             beside=beside,
             images=images,
+            sounds=sounds,
         )
         self._assembly, self._restore = made, made.restore
         self._bound, self._loop, self._worker = made.bound, made.loop, made.worker
@@ -247,7 +250,8 @@ class Engine:
         """
         called = time.perf_counter()
         prompt = _one(
-            taken(prompt, settings, self._intake.reads), "submit takes one prompt; call it once for each prompt"
+            taken(prompt, settings, self._intake.reads),
+            "submit takes one prompt; call it once for each prompt",
         )
         return self._start(self._sequence(prompt, settings, self._worker.check_room), called)
 
@@ -274,7 +278,8 @@ class Engine:
                 before_image()
 
         prompt = _one(
-            taken(prompt, settings, self._intake.reads), "submit_samples takes one prompt; call it once for each prompt"
+            taken(prompt, settings, self._intake.reads),
+            "submit_samples takes one prompt; call it once for each prompt",
         )
         self._check_open()
         return self._start_all(
@@ -288,7 +293,8 @@ class Engine:
         cancels it.
         """
         prompt = _one(
-            taken(prompt, settings, self._intake.reads), "stream takes one prompt; use generate for a list of prompts"
+            taken(prompt, settings, self._intake.reads),
+            "stream takes one prompt; use generate for a list of prompts",
         )
         return self._stream(self._sequence(prompt, settings))
 
@@ -328,7 +334,10 @@ class Engine:
                 raise UsageError("nobody waits for this request any more")
 
         def read() -> RunningSequence:
-            one = _one(taken(prompt, settings, self._intake.reads), "this takes one prompt; call it once for each")
+            one = _one(
+                taken(prompt, settings, self._intake.reads),
+                "this takes one prompt; call it once for each",
+            )
             return self._sequence(one, settings, look)
 
         try:

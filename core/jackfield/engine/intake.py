@@ -39,7 +39,7 @@ from jackfield.requests.wishes import Wishes, wishes
 
 
 class _Read(NamedTuple):
-    """What a sequence begins with, what its encoder reads, the images of its prompt, its features."""
+    """What a sequence begins with, what its encoder reads, and the images of its prompt."""
 
     ids: list[int]
     encoder_ids: list[int] | None = None
@@ -67,7 +67,9 @@ class Intake:
         self._start = decoder_start(self._model, self._text.vocab_size) if encodes else None
         self._features: FeatureIntake | None = None
         if self._start is not None and reads_features(self._model.config):
-            self._features = FeatureIntake(self._model, self._text.vocab_size, self._start)
+            self._features = FeatureIntake(
+                self._model, self._text.vocab_size, self._start, assembly.sounds
+            )
         self._images = assembly.images
         self._introspection = assembly.introspection
         self._check_open = assembly.worker.check_open

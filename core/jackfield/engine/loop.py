@@ -266,9 +266,7 @@ class Loop:
         coming = sum(group.width - len(group.beams) for group in groups)
         return self.limits.max_batch_size - len(self.running) - coming
 
-    def _unread(
-        self, images: StepImages | StepFeatures, sequence: RunningSequence
-    ) -> str | None:
+    def _unread(self, images: StepImages | StepFeatures, sequence: RunningSequence) -> str | None:
         """Why the images of a sequence cannot be read, alone of all; None: they can be."""
         self.doing = "reading images"
         try:

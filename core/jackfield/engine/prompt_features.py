@@ -15,7 +15,7 @@ from jackfield.bridge.feature_encoder import GivenFeatures
 from jackfield.bridge.features import FeatureShape, shape_of
 from jackfield.bridge.whisper import Beginning, WhisperBeginnings, is_whisper
 from jackfield.errors import PromptError, SettingsError, quoted
-from jackfield.requests.features import FeaturesPrompt
+from jackfield.requests.features import AUDIO, FeaturesPrompt
 from jackfield.requests.prompts import as_prompt_error, listed
 from jackfield.requests.token_settings import one_token, token_ids
 from jackfield.requests.vocabulary import OF_SPEECH, START, asks_for_nothing
@@ -23,6 +23,7 @@ from jackfield.requests.vocabulary import OF_SPEECH, START, asks_for_nothing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from jackfield.bridge.sounds import SoundReader
     from jackfield.requests.wishes import Wishes
 
 #: Settings that look at the tokens that an encoder reads.
@@ -38,14 +39,24 @@ class PromptFeatures:
 
 
 class FeatureIntake:
-    """From prompts that are features to what `model` is asked; may be called from threads."""
+    """From prompts that are features to what `model` is asked; may be called from threads.
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, start: int) -> None:
+    `sounds` makes features of sounds, or says why nothing does; None: the model hears none.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        start: int,
+        sounds: SoundReader | str | None = None,
+    ) -> None:
         shape = shape_of(model.config)
         assert shape is not None
         self._shape: FeatureShape = shape
         self._model, self._vocab_size, self._start = model, vocab_size, start
         self._whisper = WhisperBeginnings(model, vocab_size) if is_whisper(model) else None
+        self._sounds = sounds
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[bytes, GivenFeatures] = WeakValueDictionary()
 
@@ -59,9 +70,11 @@ class FeatureIntake:
         self._check_settings(wished)
         if not isinstance(prompt, FeaturesPrompt):
             raise PromptError(
-                f"the prompt is {_kind(prompt)}, and {self._whose} reads {self.reads}, as its "
-                "processor returns them: give {" + repr(self.reads) + ": …}"
+                f"the prompt is {_kind(prompt)}, and {self._whose} reads {self.reads}: give what "
+                f"its processor returns, {{{self.reads!r}: …}}"
             )
+        if prompt.name == AUDIO:
+            prompt = self._heard(prompt)
         if prompt.name != self.reads:
             raise PromptError(
                 f"the prompt is {prompt.name}, and {self._whose} reads {self.reads} "
@@ -88,6 +101,17 @@ class FeatureIntake:
             return {**fields, "max_length": max(length, min(length + more, most))}
 
         return replace(wished, keywords=longer(wished.keywords), config=longer(wished.config))
+
+    def _heard(self, prompt: FeaturesPrompt) -> FeaturesPrompt:
+        """The features of a sound."""
+        if self._sounds is None:
+            raise PromptError(f"the prompt is {AUDIO}, and {self._whose} reads {self.reads}")
+        if isinstance(self._sounds, str):
+            raise PromptError(
+                f"{AUDIO} is not heard here: {self._sounds}; or give {self.reads}, as its processor "
+                "returns them"
+            )
+        return self._sounds.read(prompt)
 
     @property
     def _whose(self) -> str:
@@ -210,7 +234,7 @@ class FeatureIntake:
         digest = blake2b(repr((values.shape, values.dtype)).encode(), digest_size=16)
         for tensor in (values, mask):
             if tensor is not None:
-                digest.update(tensor.view(torch.uint8).numpy())
+                digest.update(tensor.view(torch.uint8).numpy().data)
             digest.update(b"|")
         key = digest.digest()
         with self._lock:

@@ -46,15 +46,16 @@ class RunningSequence(Sequence):
     that others got. `report_before` is what had run when the request came. `streams`: somebody
     reads along. `adapter` is computed beside the model's layers. `heard` is what its tokens say,
     where it is an answer in a chat. `encoder_ids` is what an encoder reads, where there is one; the
-    prompt is what the decoder begins with then, and behind `features`. `images` are those of its prompt. It was asked for
-    at `called` and, when its prompt was read, handed to the loop at `started`. Times are in seconds
-    of `time.perf_counter`.
+    prompt is what the decoder begins with then, and behind `features`. `images` are those of its
+    prompt. It was asked for at `called` and, when its prompt was read, handed to the loop at
+    `started`. Times are in seconds of `time.perf_counter`.
     """
 
     __slots__ = (
         "adapter", "called", "constraint", "detokenizer", "drafted", "encoder_ids", "error",
-        "features", "finish_reason", "first_token_at", "heard", "images", "logits", "logprobs", "num_found",
-        "pair", "passed_over", "report_before", "score", "scores", "started", "streams",
+        "features", "finish_reason", "first_token_at", "heard", "images", "logits", "logprobs",
+        "num_found", "pair", "passed_over", "report_before", "score", "scores", "started",
+        "streams",
     )  # fmt: skip
 
     leader: RunningSequence | None

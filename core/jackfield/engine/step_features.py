@@ -42,9 +42,9 @@ class StepFeatures:
         if features is None or not self._alone:
             return
         fenced("features", sequence.id, partial(self._read, features))
-        if features.beginning.languages:
+        if (language := features.given.language) is not None and features.beginning.languages:
             for member in sequence.members:
-                list.__setitem__(member.tokens, 1, features.given.language)
+                list.__setitem__(member.tokens, 1, language)
 
     def _read(self, features: PromptFeatures) -> None:
         given, (start, *_) = features.given, features.beginning.ids

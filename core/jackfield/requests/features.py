@@ -11,6 +11,9 @@ from jackfield.errors import PromptError
 #: Names that processors and models have for features -> how many dimensions one prompt has.
 DIMENSIONS: Mapping[str, int] = {"input_features": 2, "input_values": 1, "pixel_values": 3}
 
+#: A sound of which the model's own feature extractor makes features: samples of one channel.
+AUDIO = "audio"
+_RATE = "sampling_rate"
 _MASK = "attention_mask"
 _BEGINNING = "decoder_input_ids"
 #: What a processor returns beside them: what its own `decode` reads is nothing to the model.
@@ -22,16 +25,18 @@ class FeaturesPrompt:
     """The features of one prompt, as they were given: tensors, arrays or lists.
 
     Attributes:
-        name: What they are called, one of `DIMENSIONS`.
+        name: What they are called, one of `DIMENSIONS`, or `AUDIO`.
         values: Without a dimension for the batch.
         attention_mask: 1 where there is something, 0 where it was padded; None: all of it is.
         decoder_input_ids: What the decoder begins with; None: what the model says.
+        sampling_rate: Of a sound, in samples a second.
     """
 
     name: str
     values: Any
     attention_mask: Any = None
     decoder_input_ids: Any = None
+    sampling_rate: Any = None
 
 
 def features_in(
@@ -67,7 +72,9 @@ def _is_array(value: Any) -> bool:
 
 
 def _are_features(value: Any) -> bool:
-    return isinstance(value, Mapping) and not DIMENSIONS.keys().isdisjoint(value)
+    return isinstance(value, Mapping) and (
+        AUDIO in value or not DIMENSIONS.keys().isdisjoint(value)
+    )
 
 
 def _one(number: int, prompt: Any) -> FeaturesPrompt:
@@ -83,17 +90,17 @@ def _one(number: int, prompt: Any) -> FeaturesPrompt:
 
 def _split(given: Mapping[str, Any]) -> list[FeaturesPrompt] | FeaturesPrompt:
     """One prompt, or one for each row where there is a dimension for the batch."""
-    names = [name for name in DIMENSIONS if name in given]
+    names = [name for name in (AUDIO, *DIMENSIONS) if name in given]
     if len(names) > 1:
         raise PromptError(f"there are {' and '.join(names)}; give the one that the model reads")
-    if others := sorted(map(str, given.keys() - {*names, *_BESIDE})):
-        raise PromptError(
-            f"nothing here reads {', '.join(map(repr, others))} of features; drop it"
-        )
-    name, own = names[0], DIMENSIONS[names[0]]
+    beside = {*names, *_BESIDE, *([_RATE] if AUDIO in given else [])}
+    if others := sorted(map(str, given.keys() - beside)):
+        raise PromptError(f"nothing here reads {', '.join(map(repr, others))} of features; drop it")
+    name, own = names[0], DIMENSIONS.get(names[0])
     values, depth = given[name], _depth(given[name])
-    if depth == own:
-        return FeaturesPrompt(name, values, given.get(_MASK), given.get(_BEGINNING))
+    if own is None or depth == own:
+        one = given.get(_MASK), given.get(_BEGINNING), given.get(_RATE)
+        return FeaturesPrompt(name, values, *one)
     if depth != own + 1:
         raise PromptError(
             f"{name} has {depth} dimensions; of one prompt it has {own}, of several {own + 1}"

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from jackfield.errors import JackfieldError, PromptError, first_line
-from jackfield.requests.features import FeaturesPrompt, features_in
+from jackfield.requests.features import features_in
 from jackfield.requests.habits import PROMPTS
 
 #: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}). What a
