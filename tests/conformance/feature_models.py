@@ -167,8 +167,8 @@ def generated(model: Any, prompt: dict[str, Any], **settings: Any) -> list[int]:
         name: value.to(model.dtype) if value.is_floating_point() else value
         for name, value in prompt.items()
     }
-    given |= copy.deepcopy(settings)
-    out = model.generate(**given, **{"do_sample": False, "return_dict_in_generate": True} | {})
-    sequences = out["sequences"] if isinstance(out, dict) else out.sequences
-    begun = settings.get("decoder_input_ids")
-    return sequences[0].tolist()[1 if begun is None else begun.shape[1] :]
+    # What Whisper returns otherwise is cut at tokens for times, which random weights say too.
+    asked = {"do_sample": False, "return_dict_in_generate": True, **settings}
+    out = model.generate(**given, **copy.deepcopy(asked))
+    found: list[int] = out["sequences"][0].tolist()
+    return found[1:]

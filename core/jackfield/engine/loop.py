@@ -267,8 +267,8 @@ class Loop:
         return self.limits.max_batch_size - len(self.running) - coming
 
     def _unread(self, images: StepImages | StepFeatures, sequence: RunningSequence) -> str | None:
-        """Why the images of a sequence cannot be read, alone of all; None: they can be."""
-        self.doing = "reading images"
+        """Why its images or features cannot be read, alone of all; None: they can be."""
+        self.doing = f"reading {images.what}"
         try:
             images.read(sequence)
         except OwnFailure as failure:

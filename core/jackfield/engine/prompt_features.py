@@ -108,8 +108,8 @@ class FeatureIntake:
             raise PromptError(f"the prompt is {AUDIO}, and {self._whose} reads {self.reads}")
         if isinstance(self._sounds, str):
             raise PromptError(
-                f"{AUDIO} is not heard here: {self._sounds}; or give {self.reads}, as its processor "
-                "returns them"
+                f"{AUDIO} is not heard here: {self._sounds}; or give {self.reads}, which the "
+                "processor returns"
             )
         return self._sounds.read(prompt)
 

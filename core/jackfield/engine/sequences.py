@@ -131,6 +131,11 @@ class RunningSequence(Sequence):
         return self.prompt_length if self.encoder_ids is None else len(self.encoder_ids)
 
     @property
+    def finds_its_language(self) -> bool:
+        """Whether a token of its prompt is found when the encoder has read what it was given."""
+        return self.features is not None and bool(self.features.beginning.languages)
+
+    @property
     def deadline(self) -> float | None:
         """When the request must have ended; None: whenever."""
         wanted = self.settings.deadline

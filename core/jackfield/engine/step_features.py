@@ -23,6 +23,8 @@ class StepFeatures:
     Those of requests that are about to run together are read one after another, where nobody runs.
     """
 
+    what = "features"
+
     def __init__(
         self, encoder: FeatureEncoder, aside: Callable[[], AbstractContextManager[None]]
     ) -> None:
@@ -42,7 +44,8 @@ class StepFeatures:
         if features is None or not self._alone:
             return
         fenced("features", sequence.id, partial(self._read, features))
-        if (language := features.given.language) is not None and features.beginning.languages:
+        language = features.given.language
+        if sequence.finds_its_language and language is not None:
             for member in sequence.members:
                 list.__setitem__(member.tokens, 1, language)
 

@@ -79,6 +79,8 @@ class StepImages:
     change then.
     """
 
+    what = "images"
+
     def __init__(
         self,
         encoder: ImageEncoder,

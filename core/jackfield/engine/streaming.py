@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import SettingsError, quoted
 
 if TYPE_CHECKING:
-    from jackfield.contracts import Sequence
-    from jackfield.engine.completions import Completion
+    from jackfield.engine.completions import Completion, Delta
     from jackfield.engine.requests import Request
+    from jackfield.engine.sequences import RunningSequence
 
 
 def check_streamer(streamer: Any, sequences: int) -> None:
@@ -26,24 +28,30 @@ def check_streamer(streamer: Any, sequences: int) -> None:
         )
 
 
-def tell(streamer: Any, sequence: Sequence, request: Request) -> Completion:
+def tell(streamer: Any, sequence: RunningSequence, request: Request) -> Completion:
     """Put the prompt, then each token as it comes, then end, in the thread that calls.
 
     As in transformers a streamer hears of no end where an error is raised.
     """
     import torch
 
+    deltas = iter(request)
+    first = tuple(islice(deltas, 1)) if sequence.finds_its_language else ()
     streamer.put(torch.tensor([sequence.tokens[: sequence.prompt_length]], device="cpu"))
-    completion = put_tokens(streamer, request)
+    _put(streamer, chain(first, deltas))
     streamer.end()
-    return completion
+    return request.result()
 
 
 def put_tokens(streamer: Any, request: Request) -> Completion:
     """Put each token as it comes."""
+    _put(streamer, request)
+    return request.result()
+
+
+def _put(streamer: Any, deltas: Iterable[Delta]) -> None:
     import torch
 
-    for delta in request:
+    for delta in deltas:
         for token in delta.token_ids:
             streamer.put(torch.tensor([token], device="cpu"))
-    return request.result()

@@ -59,8 +59,8 @@ def features_in(
         return _split({**prompts, **beside})
     if not isinstance(prompts, list | tuple) or not prompts:
         return None
-    if reads is not None and all(map(_is_array, prompts)):
-        prompts = [{reads: values} for values in prompts]
+    if reads is not None:
+        prompts = [{reads: one} if _is_array(one) else one for one in prompts]
     if not any(map(_are_features, prompts)):
         return None
     return [_one(number, prompt) for number, prompt in enumerate(prompts)]
