@@ -117,9 +117,11 @@ KINDS = (
 
 
 @torch.no_grad()
-def build(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of that kind, whose texts begin with `START`."""
+def build(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model of that kind, whose texts begin with `START`; `changes` are fields of its config."""
     config = _config(kind)
+    for name, value in changes.items():
+        setattr(config, name, value)
     torch.manual_seed(0)
     model = drawn(config, None, dtype)
     model.generation_config = transformers.GenerationConfig(

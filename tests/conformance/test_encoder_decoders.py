@@ -86,7 +86,7 @@ def test_what_generates_by_code_of_its_own_is_refused(model_type: str) -> None:
         jackfield.plan(config)
 
 
-@pytest.mark.parametrize("model_type", ["whisper", "speech_to_text", "vision-encoder-decoder"])
+@pytest.mark.parametrize("model_type", ["pop2piano", "dia", "pix2struct"])
 def test_an_encoder_of_no_text_is_refused(model_type: str) -> None:
     config = transformers.AutoConfig.for_model(model_type)
     with pytest.raises(CheckpointError, match="has an encoder that reads no text"):

@@ -82,6 +82,7 @@ def wishes(asked: Mapping[str, Any], defaults: GenerationConfig) -> Wishes:
     if given is not None and not isinstance(given, GenerationConfig):
         raise SettingsError(f"generation_config must be a GenerationConfig, not {quoted(given)}")
     fields = {} if given is None else _renamed(_fields(given))
+    fields = {k: v for k, v in fields.items() if k in VOCABULARY or not _is_a_fact(k, v, defaults)}
     config = {**_of_a_file(defaults), **fields}
     config = {k: v for k, v in config.items() if asked.get(k, v) is not None}
     config = {k: v for k, v in config.items() if not _is_second(k, config)}
@@ -116,6 +117,15 @@ def _fields(config: GenerationConfig) -> dict[str, Any]:
     """What an object says: no facts about the model but the one that a request may change."""
     own = {k: plain(v) for k, v in vars(config).items() if not k.startswith("_")}
     return {k: v for k, v in own.items() if v is not None and k not in FACTS - {START}}
+
+
+def _is_a_fact(name: str, value: Any, defaults: GenerationConfig) -> bool:
+    """Whether an object only repeats what the model's own says beside transformers' fields.
+
+    Whisper's has the tokens of its languages, and a caller's is a copy of it.
+    """
+    own = vars(defaults).get(name)
+    return type(value) is type(own) and bool(value == own)
 
 
 def _of_a_file(config: GenerationConfig) -> dict[str, Any]:
