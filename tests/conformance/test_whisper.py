@@ -80,7 +80,10 @@ def test_texts_begin_as_in_transformers(model: Any, name: str) -> None:
     given = prompts(configured(model, **CONFIGS[name]))
     with jackfield.load(model, decoding=BOTH) as engine:
         for more in ASKED:
-            asked = {"eos_token_id": None, **({} if "max_length" in more else {"max_new_tokens": 8})}
+            asked = {
+                "eos_token_id": None,
+                **({} if "max_length" in more else {"max_new_tokens": 8}),
+            }
             asked |= more
             right = [whole(model, prompt, **asked) for prompt in given]
             if isinstance(right[0], str):
@@ -134,7 +137,9 @@ def test_a_language_is_found_for_each_sound(model: Any) -> None:
         same = engine.generate(given, settings=told, **asked, **drawn, num_return_sequences=2)
         assert [c.token_ids for c in several] == [c.token_ids for c in same]
         beams = engine.generate(given, **asked, num_beams=3)
-    assert [c.token_ids for c in beams] == [whole(model, p, **asked, num_beams=3)[4:] for p in given]
+    assert [c.token_ids for c in beams] == [
+        whole(model, p, **asked, num_beams=3)[4:] for p in given
+    ]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -22,7 +22,7 @@ from jackfield.requests.arguments import OF_LOADING
 from jackfield.requests.habits import KEYWORDS, PROMPTS
 from jackfield.requests.honouring import Limits
 from jackfield.requests.settings import resolve
-from jackfield.requests.vocabulary import ALIASES, ARGUMENTS, CODE, OWN, REFUSED
+from jackfield.requests.vocabulary import ALIASES, ARGUMENTS, CODE, OF_SPEECH, OWN, REFUSED
 from jackfield.requests.wishes import VOCABULARY, wishes
 from jackfield.sampling.pipeline import Pipeline
 from jackfield.sampling.rows import RowMap
@@ -75,7 +75,10 @@ def said(call: Any, *arguments: Any, **keywords: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", sorted(VOCABULARY | OWN | ALIASES.keys() | ARGUMENTS.keys()))
+# What Whisper is told no other model takes; its own tests are in `test_whisper.py`.
+@pytest.mark.parametrize(
+    "name", sorted((VOCABULARY | OWN | ALIASES.keys() | ARGUMENTS.keys()) - {*OF_SPEECH})
+)
 def test_what_load_sends_to_a_call_is_taken_there(engine: jackfield.Engine, name: str) -> None:
     value = HONOURED.get(name, {}).get(name, STRANGE)
     answer = said(jackfield.load, **{name: value})

@@ -375,9 +375,7 @@ class Engine:
 
         Raises what `submit` raises for the prompt and the settings.
         """
-        prompt = _one(
-            taken(prompt, settings, self._intake.reads), "count_tokens takes one prompt"
-        )
+        prompt = _one(taken(prompt, settings, self._intake.reads), "count_tokens takes one prompt")
         return self._sequence(prompt, settings).num_prompt_tokens
 
     @property

@@ -16,6 +16,7 @@ from jackfield.bridge.features import FeatureShape, shape_of
 from jackfield.bridge.whisper import Beginning, WhisperBeginnings, is_whisper
 from jackfield.errors import PromptError, SettingsError, quoted
 from jackfield.requests.features import AUDIO, FeaturesPrompt
+from jackfield.requests.habits import KEYWORDS
 from jackfield.requests.prompts import as_prompt_error, listed
 from jackfield.requests.token_settings import one_token, token_ids
 from jackfield.requests.vocabulary import OF_SPEECH, START, asks_for_nothing
@@ -247,7 +248,10 @@ class FeatureIntake:
 def check_no_speech(wished: Wishes, whose: str) -> None:
     """Raise SettingsError for what a request says of a sound, where no Whisper is told it."""
     for name in OF_SPEECH:
-        if (value := wished.given.get(name)) is not None:
+        value = wished.given.get(name)
+        if name in KEYWORDS and KEYWORDS[name].asks_for_nothing(value):
+            continue  # a pipeline's task, which is what is done anyway
+        if value is not None:
             raise SettingsError(
                 f"{name}={quoted(value)} is what Whisper is told, and {whose} is not; drop it"
             )

@@ -47,6 +47,8 @@ def features_in(
     `reads` is what the model calls them: a bare array of floating-point numbers is that. A mapping
     may have a row for each of several prompts, as a processor returns it. Raises PromptError.
     """
+    if "input_ids" in settings or (isinstance(prompts, Mapping) and "input_ids" in prompts):
+        return None  # a text, whatever its processor returned beside it
     named = {name: settings.pop(name) for name in DIMENSIONS if name in settings}
     if named:
         if prompts is not None:

@@ -33,7 +33,7 @@ class Habit:
 _HERE = "give a folder of your own as the model"
 _HUB = "the hub's own environment variable does that"
 _LIVE = "load the model with transformers and give the live model"
-_TEXT = "jackfield makes text from text and images; drop it"
+_TEXT = "jackfield makes text from text, images and sounds; drop it"
 _PROMPT = "it belongs to a call, not to loading"
 _PARALLEL = "write tp_size=N, or under torchrun tp_plan='auto': processes share the model"
 _NO_CODE = f"jackfield runs no code from a model's repository; {_LIVE}"
@@ -127,10 +127,12 @@ KEYWORDS: Mapping[str, Habit] = {
     # what pipelines for other tasks take
     "task": Habit("drop it: text generation is the only one", inert=("text-generation",)),
     "framework": Habit("torch is the only one; drop it", inert=("pt",)),
-    "feature_extractor": Habit(_TEXT),
+    "feature_extractor": Habit("give the processor that it is a part of: tokenizer=processor"),
     "image_processor": Habit("give the processor that it is a part of: tokenizer=processor"),
     "video_processor": Habit(_TEXT),
-    "processor": Habit("a model that reads images takes it as its tokenizer: tokenizer=processor"),
+    "processor": Habit(
+        "a model that reads images or sounds takes it as its tokenizer: tokenizer=processor"
+    ),
     "modelcard": Habit("nobody reads it; drop it"),
     "pipeline_class": Habit("an engine is no pipeline; drop it"),
     "num_workers": Habit("prompts need no workers; drop it"),
