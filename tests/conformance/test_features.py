@@ -43,10 +43,21 @@ def whisper() -> Any:
     return build("whisper")
 
 
+def tried(model: Any) -> None:
+    """Skip where the installed transformers itself says NaN (5.17: Parakeet's encoder)."""
+    try:
+        jackfield.plan(model)
+    except CheckpointError as error:
+        if "its own forward call says NaN" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("attention", ["auto", pytest.param("sdpa", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ALL)
 def test_a_ragged_batch_is_what_each_prompt_gets_alone(kind: str, attention: str) -> None:
     model = build(kind)
+    tried(model)
     given = prompts(model)
     greedy = {"max_new_tokens": 12, **VARIED}
     beams = {"max_new_tokens": 8, "eos_token_id": None, "num_beams": 3}
@@ -82,6 +93,7 @@ def test_in_float64_too(kind: str) -> None:
 def test_a_prompt_says_what_its_text_begins_with(kind: str) -> None:
     """As `generate` does it: some begin with the start token whatever is said."""
     model = build(kind)
+    tried(model)
     given, asked = prompts(model), {"max_new_tokens": 6, **VARIED}
     begun = [torch.tensor([ids]) for ids in ([START, 9, 50, 7], [9, 50, 7], [33])]
     rows, expected = [], []
@@ -320,14 +332,17 @@ ELSEWHERE = {
 def test_every_type_of_speech_runs_or_is_refused_by_name(model_type: str) -> None:
     """As published."""
     more = {"num_key_value_heads": 8} if model_type == "moonshine_streaming" else {}
-    config: Any = transformers.AutoConfig.for_model(model_type, **more)
+    config: Any
     if model_type == "speech-encoder-decoder":
         config = transformers.SpeechEncoderDecoderConfig.from_encoder_decoder_configs(
             transformers.Wav2Vec2Config(), transformers.BartConfig()
         )
+    else:
+        config = transformers.AutoConfig.for_model(model_type, **more)
     if not config.is_encoder_decoder:
         return  # a decoder that is given features in its text
     if (words := ELSEWHERE.get(model_type)) is None:
+        tried(config)
         assert jackfield.plan(config).requirements.encoder
         return
     with pytest.raises(CheckpointError, match=words):
