@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import TYPE_CHECKING, Any
 
 import extras
@@ -224,6 +225,9 @@ def test_a_sound_is_heard(folder: Path) -> None:
             (found,) = engine.generate({"audio": samples, "sampling_rate": 16000}, **asked)
             assert found.token_ids == right.token_ids
             assert found.text == right.text
+        heard = {"audio": sound, "sampling_rate": 16000}
+        (held,) = engine.generate(heard, max_new_tokens=40, regex="[a-z]{3,5}")
+        assert re.fullmatch("[a-z]{3,5}", str(held.text))
         two = [{"audio": sound, "sampling_rate": 16000}, {"audio": -sound, "sampling_rate": 16000}]
         assert engine.generate(two, **asked)[0].token_ids == right.token_ids
         for prompt, words in (
