@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -64,3 +65,13 @@ class StepFeatures:
         """The inputs of a step: its cache has what the encoder said."""
         del step
         return inputs
+
+    def whole(self, running: Seq[RunningSequence], counts: list[int], most: int) -> list[int]:
+        """How many tokens each feeds of those `counts`: all, since none stands for features."""
+        del running, most
+        return counts
+
+    def may_feed(self, sequence: RunningSequence, most: int) -> int:
+        """How many tokens it may feed up to `most`: so many."""
+        del sequence
+        return most
