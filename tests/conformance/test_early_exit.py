@@ -182,3 +182,13 @@ def test_every_setting_gives_what_it_gives_without_drafts() -> None:
     assert [(c.token_ids, c.text, c.finish_reason) for c in drafted] == [
         (c.token_ids, c.text, c.finish_reason) for c in alone
     ]
+
+
+def test_a_row_that_waits_for_a_prompt_in_chunks_is_drafted_too() -> None:
+    """Its draft copy is taken back to nothing while the other reads."""
+    prompts, found = [[5], list(range(6, 36))], []
+    for decoding in ("sample", "assisted?assistant_early_exit=1"):
+        how = {"cache_implementation": "dynamic", "prefill_chunk_size": 5}
+        with jackfield.load(build("llama"), decoding=decoding, **how) as engine:
+            found.append([c.token_ids for c in engine.generate(prompts, max_new_tokens=6)])
+    assert found[0] == found[1]

@@ -198,6 +198,10 @@ def test_native_steps_say_the_same() -> None:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(JackfieldError, match="takes activations as they are"):
         jackfield.load("demo", quantization="int4-cpu?activations=int8&kernel=torch")
+    with jackfield.load("demo", quantization="int4-cpu") as engine:
+        live = copy.deepcopy(engine.model)
+    with pytest.raises(JackfieldError, match="when weights are read, not of a live model"):
+        jackfield.load(live, quantization="int4-cpu?activations=int8")
     monkeypatch.setenv("CXX", "no-such-compiler")
     for quantizer in ("int4-cpu", "int8-cpu"):
         with pytest.raises(JackfieldError, match=r"needs a C\+\+ compiler"):

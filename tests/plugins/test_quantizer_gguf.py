@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from dataclasses import replace
@@ -146,6 +147,10 @@ def test_the_demo_answers_with_activations_of_8_bits(demo: Path) -> None:
         told = answer.report["quantizer"].source
         assert told == "58 of 58 linear layers, 1 in Q4_0, 57 in Q4_0 with int8 activations"
         right = evaluate(engine, count=20).accuracy
+        live = copy.deepcopy(engine.model)
+    with pytest.raises(JackfieldError, match="when weights are read, not of a live model"):
+        jackfield.load(live, quantization="gguf?activations=dtype")
+    assert jackfield.plan(live)["quantizer"].options.activations is None
     with jackfield.load(demo) as engine:
         assert right >= evaluate(engine, count=20).accuracy - 0.05
 

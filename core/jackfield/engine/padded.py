@@ -220,7 +220,7 @@ class PaddedKVCache(KVCache):
         _take_off(self._places[sequence.id], sequence.num_cached - tokens)
         sequence.num_cached = tokens
         live = [self._places[other.id] for other in self._rows if other is not None]
-        self._crop_to(max(sum(runs[-1]) for runs in live if runs))
+        self._crop_to(max((sum(runs[-1]) for runs in live if runs), default=0))
 
     def _crop_to(self, columns: int) -> None:
         assert self._past is not None

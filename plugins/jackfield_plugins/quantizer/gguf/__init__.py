@@ -20,7 +20,12 @@ from jackfield.contracts import (
 )
 from jackfield.contracts.checkpoint import Field
 from jackfield.contracts.quantizing import GGUF_BLOCKS, method, mixed_bytes, plain_bytes
-from jackfield_plugins.quantizer.activations import INT8_ERROR, Activations, rounds
+from jackfield_plugins.quantizer.activations import (
+    INT8_ERROR,
+    Activations,
+    refuse_of_live,
+    rounds,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,11 +42,12 @@ class GgufOptions:
     weights as they are read; `auto` does so where there can be no kernel, with a warning.
 
     `activations`: `dtype` computes with them as they are; `int8` rounds what enters a linear layer
-    to 8 bits, 32 that share a scale, as llama.cpp does: faster, and a little less exact.
+    to 8 bits, 32 that share a scale, as llama.cpp does: faster, and a little less exact. None:
+    `dtype`, and of a live model what it does.
     """
 
     kernel: Literal["auto", "native", "none"] = "auto"
-    activations: Activations = "dtype"
+    activations: Activations | None = None
 
 
 def _are_tensors(given: Any) -> bool:
@@ -87,7 +93,7 @@ class Gguf(Quantizer):
         }
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        reasons = super().refuse(requirements, options)
+        reasons = super().refuse(requirements, options) or refuse_of_live(requirements, options)
         if not reasons and (getattr(options, "kernel", None) == "native" or rounds(options)):
             reasons = _why_unpacked(requirements, options)
             if not reasons and rounds(options):

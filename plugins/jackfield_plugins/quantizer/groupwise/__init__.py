@@ -20,7 +20,7 @@ from jackfield.contracts import (
 )
 from jackfield.contracts.checkpoint import first
 from jackfield.contracts.quantizing import cut_groups, in_force, method, mixed_bytes
-from jackfield_plugins.quantizer.activations import INT8_ERROR, rounds
+from jackfield_plugins.quantizer.activations import INT8_ERROR, refuse_of_live, rounds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +59,7 @@ class Groupwise(Quantizer):
         return True
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        reasons = super().refuse(requirements, options)
+        reasons = super().refuse(requirements, options) or refuse_of_live(requirements, options)
         stored = requirements.stored or {}
         for name in ("group_size", "head"):
             asked = getattr(options, name, None)
