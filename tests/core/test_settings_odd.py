@@ -148,6 +148,7 @@ def test_every_odd_value_of_every_field(name: str) -> None:
             ({name: value}, GenerationConfig()),
             ({"generation_config": config_with({name: value})}, GenerationConfig()),
             ({}, config_with({name: value})),
+            ({"generation_config": config_with({name: value})}, config_with({name: value})),
         ):
             found = outcome(asked, file, decoding)
             if isinstance(found, Settings):

@@ -54,11 +54,11 @@ def _texts(values: Any) -> Iterator[str]:
 
 def same(name: str, one: Any, other: Any) -> bool:
     """Whether two values of an argument of `jackfield.load` mean the same, however written."""
-    if type(one) is type(other) and one == other:
-        return True
     try:
+        if type(one) is type(other) and one == other:
+            return True
         return bool(_meaning(name, one) == _meaning(name, other))
-    except (JackfieldError, TypeError, ValueError):  # the plan says what is wrong with it
+    except (JackfieldError, TypeError, ValueError, RuntimeError):  # the plan says what is wrong
         return False
 
 
