@@ -184,6 +184,8 @@ def test_no_weight_is_there_twice_and_the_cache_has_its_layers_alone() -> None:
     assert (draft.requirements.weight_bytes, draft.placement.sizes) == (0, {})
     assert draft.token_bytes() * 2 == plan.token_bytes()  # one of two layers
     assert "weights: none of its own, the model's first 1 layers" in str(plan)
+    assert "assistant: decoding: sample" in str(plan)
+    assert f"decoding: {EARLY} (named), jackfield" in str(plan)
     assert plan.to_dict()["assistant"]["early_exit"] == 1
     with jackfield.load(
         model, decoding=EARLY, cache_implementation="paged?num_tokens=64"
@@ -194,6 +196,18 @@ def test_no_weight_is_there_twice_and_the_cache_has_its_layers_alone() -> None:
         }
         own, drafts = engine.statistics().cache.num_bytes, held.cache.usage().num_bytes
         assert 2 * drafts == own
+
+
+def test_a_hook_that_fails_in_a_draft_says_whose_draft_it_is() -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("gone")
+
+    with jackfield.load(build("llama"), decoding=EARLY) as engine:
+        drafting = engine._loop.decoding.strategies["assisted"]._inner._assistant.bound.model
+        drafting.model.register_forward_pre_hook(fail)
+        text = "a draft by the first 1 layers of LlamaForCausalLM, raised KeyError: 'gone'; mend it"
+        with pytest.raises(ExecutionError, match=text):
+            engine.generate(PROMPTS, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("trains", [False, True])

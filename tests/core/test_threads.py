@@ -30,6 +30,14 @@ told["after load"] = team()
 first = engine.generate("Once", max_new_tokens=8)
 told["after generate"] = team()
 told["setting"] = torch.get_num_threads()
+
+def warm():
+    torch.ones(600, 600)
+    engine.compile_ahead()
+    told["after compile_ahead"] = team()
+
+thread = threading.Thread(target=warm)
+thread.start(), thread.join()
 torch.set_num_threads(1)
 again = engine.generate("Once", max_new_tokens=8)
 told["one thread"] = again[0].text == first[0].text
@@ -50,7 +58,7 @@ def told() -> Any:
     return json.loads(ran.stdout)
 
 
-@pytest.mark.parametrize("after", ["load", "generate"])
+@pytest.mark.parametrize("after", ["load", "generate", "compile_ahead"])
 def test_a_caller_has_no_threads_left_that_would_compute_beside_the_engine(
     told: Any, after: str
 ) -> None:

@@ -97,5 +97,7 @@ def _reasons(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _why(verdict: Verdict, reasons: Mapping[str, int]) -> str:
-    """How it was chosen, or the numbers of the reasons against it."""
-    return verdict.how or ", ".join(str(reasons[reason]) for reason in verdict.reasons)
+    """How it was chosen, and with what, or the numbers of the reasons against it."""
+    if verdict.how:
+        return f"{verdict.how}, {verdict.options}" if verdict.options else verdict.how
+    return ", ".join(str(reasons[reason]) for reason in verdict.reasons)

@@ -190,9 +190,10 @@ class DraftModel:
         except JackfieldError:
             raise
         except Exception as error:
+            ends, name = self.bound.plan.early_exit, type(self.bound.model).__name__
+            who = "assistant_model, a" if ends is None else f"a draft by the first {ends} layers of"
             raise ExecutionError(
-                f"assistant_model, a {type(self.bound.model).__name__}, raised "
-                f"{error_text(error)}; mend it, or choose another decoding"
+                f"{who} {name}, raised {error_text(error)}; mend it, or choose another decoding"
             ) from error
 
     def _choose(self, guesses: list[_Guess], logits: torch.Tensor) -> None:

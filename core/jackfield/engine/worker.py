@@ -140,7 +140,10 @@ class Worker:
                     "they have ended, or cancel them"
                 )
             self._loop.turns += 1  # what `act` changes is observed anew
-            act()
+            try:
+                act()
+            finally:
+                give_back_threads()  # of what it computed: this may be another thread than submits
 
     def between_steps(self, act: Callable[[], None]) -> None:
         """Have the thread do `act` between two steps, and wait until it has.

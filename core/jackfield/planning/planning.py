@@ -251,9 +251,7 @@ class Plan:
         lines += [f"  needs {name}: {evidence}" for name, evidence in needs.features.items()]
         if self.experts:
             lines.append(f"  experts: {self.experts}")
-        for kind, choice in self.choices.items():
-            r = choice.registered
-            lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        lines += [f"  {kind}: {choice}" for kind, choice in self.choices.items()]
         if self.recorded is not None:
             lines.append(f"  recorded: {self.recorded}")
         if self.early_exit is not None:
@@ -266,9 +264,7 @@ class Plan:
             lines.append(f"  adapter: {self.adapter}")
         for name, each in self.adapters.items():
             lines.append(f"  adapter {name!r} for requests that name it: {each}")
-        for choice in self.kernels:
-            r = choice.registered
-            lines.append(f"  kernel: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        lines += [f"  kernel: {choice}" for choice in self.kernels]
         if len(self.decodings) > 1:
             lines.append(f"  decodings that a request can choose: {', '.join(self.decodings)}")
         if memory := self.memory():

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One backend: chosen, possible with all other arguments as they are, or refused."""
+    """One backend: chosen, possible with all other arguments as they are, or refused.
+
+    `options` of a chosen one are those that are not the usual ones, as a selection spells them.
+    """
 
     kind: str
     name: str
@@ -35,6 +38,7 @@ class Verdict:
     verdict: str
     how: str | None = None
     reasons: tuple[str, ...] = ()
+    options: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class _Verdicts:
         origin = (kind, registered.name, registered.distribution, registered.version)
         for choice in self._chosen(kind):
             if choice.registered is registered:
-                return Verdict(*origin, "chosen", choice.how)
+                return Verdict(*origin, "chosen", choice.how, options=choice.query)
         reasons = tuple(self._reasons(registered, needs))
         return Verdict(*origin, "refused" if reasons else "possible", None, reasons)
 

@@ -123,6 +123,27 @@ class Choice:
     def backend(self) -> Any:
         return self.registered.backend
 
+    @property
+    def query(self) -> str:
+        """The options that are not the usual ones, as a selection spells them; "" for none."""
+        if isinstance(self.options, GivenConfig):
+            return ""
+        try:
+            usual = asdict(self.registered.options())
+        except JackfieldError:  # it needs an option
+            usual = {}
+        own = {
+            name: str(value).lower() if isinstance(value, bool) else str(value)
+            for name, value in asdict(self.options).items()
+            if value is not None and value != usual.get(name)
+        }
+        return str(Selection("x", None, own)).partition("?")[2]
+
+    def __str__(self) -> str:
+        """As a line of a plan has it: `gguf?activations=int8 (named), jackfield 0.1.0`."""
+        r, query = self.registered, self.query
+        return f"{r.name}{query and '?'}{query} ({self.how}), {r.distribution} {r.version}"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.registered.name,

@@ -6,20 +6,17 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from jackfield.api import prepare
 from jackfield.benchmarking.verdicts import Verdict
-from jackfield.contracts import GivenConfig
-from jackfield.errors import JackfieldError
 from jackfield.planning.profile_files import FORMAT, SELECTABLE, free_text
 from jackfield.planning.profile_options import as_told
 from jackfield.planning.profiles import NAMED, surroundings
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.registry.discovery import registry
-from jackfield.spelling import AUTO, Selection
+from jackfield.spelling import AUTO
 
 if TYPE_CHECKING:
     from jackfield.benchmarking.verdicts import Change
@@ -92,20 +89,7 @@ def beside_auto(change: Change) -> dict[str, Any]:
 
 def _text(choice: Choice) -> str:
     """The shortest selection that means this backend with these options."""
-    one, options = choice.registered, choice.options
-    address = registry().address(one)
-    if isinstance(options, GivenConfig):
-        return address
-    try:
-        usual = asdict(one.options())
-    except JackfieldError:  # it needs an option
-        usual = {}
-    own = {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in asdict(options).items()
-        if value is not None and value != usual.get(name)
-    }
-    query = str(Selection("x", None, own)).partition("?")[2]
+    address, query = registry().address(choice.registered), choice.query
     return f"{address}?{query}" if query else address
 
 
