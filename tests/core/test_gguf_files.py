@@ -322,6 +322,7 @@ def test_without_the_package(demo: Path, forks: Forks) -> None:
     assert "gguf is not installed: pip install 'jackfield[gguf]'" in done.stderr
 
 
+@pytest.mark.long
 def test_a_file_of_the_hub(demo: Path, tmp_path: Path) -> None:
     """Fetched once, by OWNER/REPOSITORY/FILE, and then found without a network."""
     script = Path(__file__).with_name("gguf_of_a_hub.py")

@@ -38,6 +38,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads((folder / "told.json").read_text()))
 
 
+@pytest.mark.long
 def test_a_header_comes_before_the_weights(told: dict[str, Any]) -> None:
     assert told["whole"]["tokens"] == told["folder"]["tokens"]
     (_, header), (_, whole) = told["whole"]["sent"]

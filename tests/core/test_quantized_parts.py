@@ -189,6 +189,7 @@ def test_a_part_that_is_not_that_of_the_file_is_found(
         pass
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_is_not_what_it_says_is_refused(
     folder: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -432,6 +432,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not metadata.lacks('jackfield>=0.0.1; sys_platform == "linux"')
 
 
+@pytest.mark.long
 def test_the_command_by_itself(tmp_path: Path) -> None:
     """As `make gpu` starts it, on the device that is here."""
     run = [sys.executable, "-m", "gpucheck", "--out", str(tmp_path), "--device", "cpu"]

@@ -158,6 +158,7 @@ def allocated(tensors: Iterable[torch.Tensor]) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
+@pytest.mark.long
 def test_64_ragged_rows_take_the_bytes_of_their_pages_and_less_than_padded(steps: Any) -> None:
     lengths, page_size = [16 + 6 * i for i in range(64)], 32
     batch = prompts(tuple(lengths))

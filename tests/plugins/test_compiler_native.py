@@ -642,6 +642,7 @@ def test_auto_takes_it_for_a_model_that_was_warmed(folder: Path) -> None:
     assert jackfield.plan("demo")["compiler"].registered.name == "none"
 
 
+@pytest.mark.long
 def test_warm_makes_a_graph_of_every_size(folder: Path, cli: Cli) -> None:
     assert cli("warm", "--rows", "3", "--json").json["rows"] == [1, 2, 4]
     kept = {file.stem.rpartition("-")[2] for file in folder.glob("*.json")}

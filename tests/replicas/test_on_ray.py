@@ -185,6 +185,7 @@ async def losing_one(
 @on_ray
 @linux
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_a_replica_is_lost_and_the_server_goes_on() -> None:
     with served("--replicas", "2", "--port", "0", "--max-batch-size", "4") as command:
         assert len(replicas()) == 2

@@ -108,6 +108,7 @@ def test_a_right_cache_with_few_capabilities_passes(backend: Callable[[], Cache]
 
 
 @pytest.mark.parametrize("name", ["a cache that swaps and shares"])
+@pytest.mark.long
 def test_right_pages_of_strangers_pass(name: str) -> None:
     with uninstalled(Right(DESIGNS[name])) as subject:
         assert_right(found_of(subject, BY_HAND))

@@ -110,6 +110,7 @@ def test_how_a_process_ended_is_told(ends: str, told: str, monkeypatch: pytest.M
     assert verdicts == []
 
 
+@pytest.mark.long
 def test_the_command_lists_chooses_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ def found_of(selection: str) -> list[Verdict]:
     return list(map(verdict, checks_of(subject_of(selection, "quantizer"))))
 
 
+@pytest.mark.long
 def test_weights_as_they_are_pass() -> None:
     assert_right(found_of("plugin:none"), 15)
 
