@@ -153,6 +153,7 @@ def _readable(hint: Any) -> bool:
     return hint in (int, float, bool, str) or typing.get_origin(hint) is typing.Literal
 
 
+_PLAIN = re.compile(r"[-+.0-9a-zA-Z]+")
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -171,6 +172,8 @@ def _convert(text: str, hint: Any, what: str) -> Any:
         (inner,) = (choice for choice in choices if choice is not type(None))
         return _convert(text, inner, what)
     try:
+        if hint in (int, float) and not _PLAIN.fullmatch(text):  # Python takes 1_0 and other digits
+            raise ValueError
         return _BOOLS[text.lower()] if hint is bool else hint(text)
     except (KeyError, ValueError):
         raise OptionError(f"{what} must be of type {hint.__name__}, not {text!r}") from None

@@ -143,6 +143,7 @@ def test_an_option_gets_its_type(key: str, text: str, value: Any) -> None:
         ("size", "5.0", "must be of type int"),
         ("size", "none", "must be of type int"),
         ("size", "", "must be of type int, not ''"),
+        *[("size", odd, "must be of type int") for odd in ("1_0", "٢", " 1", "1\n", "²")],
         ("ratio", "half", "must be of type float"),
         ("fast", "maybe", "must be of type bool"),
         ("fast", "", "must be of type bool"),

@@ -338,7 +338,10 @@ class Engine:
                 taken(prompt, settings, self._intake.reads),
                 "this takes one prompt; call it once for each",
             )
-            return self._sequence(one, settings, look)
+            try:
+                return self._sequence(one, settings, look)
+            finally:
+                give_back_threads()  # of what read an image or a sound; who submits is another thread
 
         try:
             return await asyncio.to_thread(read)
