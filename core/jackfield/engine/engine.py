@@ -341,7 +341,7 @@ class Engine:
             try:
                 return self._sequence(one, settings, look)
             finally:
-                give_back_threads()  # of what read an image or a sound; who submits is another thread
+                give_back_threads()  # of what read an image; another thread submits
 
         try:
             return await asyncio.to_thread(read)
