@@ -3,10 +3,11 @@
     PYTHONPATH=tests/conformance python tests/benchmarks/serve_against.py
         [--model demo | half-billion] [--clients 1,8,32] [--rounds 2] [--requests N]
         [--max-tokens 64] [--prompt-tokens N]
-        [--serve="--compile native"] [--llama-server PROGRAM]
+        [--serve="--compile native"] [--llama-server PROGRAM] [--dtype float32]
 
 The other is `transformers serve --continuous-batching`, or, where it is given, llama.cpp's, with as
-many slots as there are clients at most; both then read one GGUF file, in Q4_0.
+many slots as there are clients at most; both then read one GGUF file, in Q4_0. With `--dtype
+float32` both servers compute in it, and the file is of F32: texts are compared rather than times.
 
 Starts one server, asks it with `jackfield bench serve`, ends it, starts the other, and so on: never
 two at a time. `half-billion` has Qwen2.5-0.5B's shape, random weights in bfloat16, and a tokenizer
@@ -53,8 +54,8 @@ def save(model: str, folder: Path) -> None:
     byte_tokenizer(made.config.vocab_size).save_pretrained(folder)
 
 
-def save_gguf(folder: Path, file: Path) -> None:
-    """The model of `folder` as llama.cpp's tools would quantize it to Q4_0, without mixing."""
+def save_gguf(folder: Path, file: Path, kind: str) -> None:
+    """The model of `folder` as llama.cpp's tools would quantize it, without mixing."""
     import torch
     from gguf_files import Type, export
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -63,7 +64,7 @@ def save_gguf(folder: Path, file: Path) -> None:
     tokenizer, keys = PreTrainedTokenizerFast.from_pretrained(folder), {}
     if tokenizer.eos_token_id is None:  # else llama.cpp takes a letter for the end
         keys["tokenizer.ggml.eos_token_id"] = model.config.vocab_size - 2
-    export(model, file, Type.Q4_0, tokenizer, **keys)
+    export(model, file, Type[kind], tokenizer, **keys)
 
 
 def byte_tokenizer(size: int) -> Any:
@@ -83,7 +84,7 @@ def byte_tokenizer(size: int) -> Any:
 def command(server: str, place: Path, port: int, given: argparse.Namespace) -> list[str]:
     if server == "jackfield":
         ours = [sys.executable, "-m", "jackfield", "serve", str(place), "--port", str(port)]
-        return [*ours, *given.serve.split()]
+        return [*ours, *(["--dtype", given.dtype] if given.dtype else []), *given.serve.split()]
     if server == "llama.cpp":
         slots = max(map(int, given.clients.split(",")))
         room = slots * ((given.prompt_tokens or 512) + given.max_tokens)
@@ -91,6 +92,7 @@ def command(server: str, place: Path, port: int, given: argparse.Namespace) -> l
         return [
             given.llama_server, "--model", str(place), "--port", str(port), "--parallel",
             str(slots), "--ctx-size", str(room), "--threads", threads, "--no-webui",
+            *(("--cache-type-k", "f32", "--cache-type-v", "f32") if given.dtype else ()),
         ]  # fmt: skip
     program = Path(sys.executable).with_name("transformers")
     started = [str(program)] if program.exists() else [
@@ -98,7 +100,7 @@ def command(server: str, place: Path, port: int, given: argparse.Namespace) -> l
     ]  # fmt: skip
     return [
         *started, "serve", str(place), "--continuous-batching", "--port", str(port),
-        "--host", "127.0.0.1",
+        "--host", "127.0.0.1", *(["--dtype", given.dtype] if given.dtype else []),
     ]  # fmt: skip
 
 
@@ -194,6 +196,7 @@ def main() -> None:
     asked.add_argument("--prompt-tokens", type=int)
     asked.add_argument("--serve", default="", help="options of jackfield serve, in one argument")
     asked.add_argument("--llama-server", help="the program of llama.cpp")
+    asked.add_argument("--dtype", choices=("float32",), help="what both servers compute in")
     given = asked.parse_args()
     other = "llama.cpp" if given.llama_server else "transformers"
     found: dict[str, list[dict[int, Load]]] = {"jackfield": [], other: []}
@@ -202,7 +205,7 @@ def main() -> None:
         place = Path(home) / given.model
         save(given.model, place)
         if given.llama_server:
-            save_gguf(place, place.with_suffix(".gguf"))
+            save_gguf(place, place.with_suffix(".gguf"), "F32" if given.dtype else "Q4_0")
             place = place.with_suffix(".gguf")
         for turn in range(given.rounds):
             for server, loads in found.items():
