@@ -122,6 +122,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 
 @pytest.mark.parametrize("rate", [0.0, 0.002])
 @pytest.mark.parametrize("batch", [1, 3, 5])
+@pytest.mark.long
 def test_each_text_is_that_of_its_request_alone(
     batch: int, rate: float, file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,6 +169,7 @@ def test_a_backend_that_rounds_is_held_to_what_it_may_lose() -> None:
     assert lossy.weight_bytes < found.rows[0].weight_bytes  # type: ignore[operator]
 
 
+@pytest.mark.long
 def test_wrong_tokens_are_no_result(liars: Liars) -> None:
     liars("wrong")
     found = measured("sdpa", "wrong", rounds=4)

@@ -47,6 +47,7 @@ def test_a_header_comes_before_the_weights(told: dict[str, Any]) -> None:
     assert told["again"]["sent"] == []
 
 
+@pytest.mark.long
 def test_only_parts_that_are_missing_are_fetched(told: dict[str, Any]) -> None:
     for name, parts in (("parts", 3), ("one part", 1)):
         assert told[name]["tokens"] == told["folder"]["tokens"]

@@ -349,6 +349,7 @@ def test_a_folder_that_cannot_be_written_is_named(
 
 @pytest.mark.parametrize("flag", sampled(["-mno-avx512f", "-mno-avx", "-mno-avx512bf16"], 3))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
+@pytest.mark.long
 def test_narrower_vectors_give_the_same(fresh: Path, flag: str, forks: Forks) -> None:
     """AVX2's and those that every such processor has, in a process of their own."""
     command = compiling.compiler()

@@ -301,6 +301,7 @@ def natively(program: str, *arguments: str, cache: Path) -> str:
         pytest.param("bf16,fp32", "64,128,256,512", "1,16,71", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_kernels_compile_for_gpus_that_are_not_here(
     dtypes: str, head_dims: str, groups: str, tmp_path: Path
 ) -> None:

@@ -211,7 +211,7 @@ def test_the_report_says_what_was_compiled() -> None:
         assert row["compiled"]["seconds"] > 0
         assert row["source"] == f"torch {torch.__version__}, eager"
         assert "3 calls, 1 graphs compiled in" in str(done.report)
-        assert "compiler: inductor (named)" in engine.explain()
+        assert "compiler: inductor?backend=eager (named)" in engine.explain()
     with load(build("llama"), "paged", "none") as engine:
         (done,) = engine.generate([5, 6, 7], max_new_tokens=4)
         assert "compiled" not in done.report.to_dict()["compiler"]

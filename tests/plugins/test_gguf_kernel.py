@@ -264,6 +264,7 @@ WITHOUT = ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx", "-m
 
 @pytest.mark.parametrize("flag", sampled(WITHOUT, 5))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
+@pytest.mark.long
 def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: Forks) -> None:
     command = compiling.compiler()
     assert command is not None

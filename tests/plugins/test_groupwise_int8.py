@@ -141,6 +141,7 @@ FLAGS = ("-mno-avx512vnni", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx2", "-mn
 
 @pytest.mark.parametrize("flag", sampled(FLAGS, 5))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
+@pytest.mark.long
 def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: Forks) -> None:
     command = compiling.compiler()
     assert command is not None

@@ -101,6 +101,7 @@ def test_answers_are_within_two_points_of_full_precision(saved: Path) -> None:
         pytest.param("sdpa", "dynamic", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_every_attention_and_cache_says_what_transformers_says(
     saved: Path, attention: str, cache: str
 ) -> None:
