@@ -415,3 +415,24 @@ def test_what_cannot_feed_them_says_so_and_text_runs(
         assert new(engine.generate([text], **GREEDY)) == [expected]
         with pytest.raises(PromptError, match=why):
             engine.generate([chat("a ", picture(0))], **asked)
+
+
+def test_a_pair_beside_an_image_is_not_parted(gemma: Any) -> None:
+    """What waits for an image's step to have room may be the one half of a guided request."""
+    model, processor = gemma
+    shown = chat(picture(0), "x y z what is a thing of it")
+    due = generated(model, processor, shown, **GREEDY)
+    guided = {}
+    for length in (53, 54, 58):
+        ids = tuple(random.Random(length * 100 + n).randrange(20, 500) for n in range(length))
+        said = model.generate(torch.tensor([ids]), guidance_scale=1.5, **GREEDY)
+        guided[ids] = said[0, length:].tolist()
+    limits = {"max_batch_tokens": 20, "max_batch_size": 4, "prefill_chunk_size": 16}
+    cache = f"{SMALL}&prefix_sharing=false"
+    with jackfield.load(model, tokenizer=processor, cache_implementation=cache, **limits) as engine:
+        watched = Watched(engine)
+        for ids, own in guided.items():
+            text = engine.submit(list(ids), **GREEDY, guidance_scale=1.5)
+            image = engine.submit(shown, **GREEDY)
+            assert new([text.result(), image.result()]) == [own, due]
+        assert (watched.cut, watched.within) == (0, 0)

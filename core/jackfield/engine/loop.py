@@ -345,12 +345,7 @@ class Loop:
             ]
             if not any(wanted):
                 raise fault(self.scheduler, "schedule gives nobody all of its uncached tokens")
-        counts = self.cache.adjust_schedule(self.running, wanted)
-        if self.decoding.searcher is not None or any(s.pair for s in self.running):
-            counts = self._together(counts)
-        if self.images is not None:
-            most = self.limits.max_batch_tokens or UNLIMITED
-            counts = self.images.whole(self.running, counts, most)
+        counts = self._unparted(self.cache.adjust_schedule(self.running, wanted))
         scheduled, padded = [], not self.cache.continuous
         for sequence, count in zip(self.running, counts, strict=True):
             if count or padded:
@@ -379,6 +374,20 @@ class Loop:
             left -= left > 1 and sequence.pair is not None  # in no piece that others decide
         most = min(left, self._max_chunk_size or left)
         return most if self.images is None else self.images.may_feed(sequence, most)
+
+    def _unparted(self, counts: list[int]) -> list[int]:
+        """No step has a part of a group, of a pair or of an image whose tokens see one another."""
+        grouped = self.decoding.searcher is not None or any(s.pair for s in self.running)
+        most = self.limits.max_batch_tokens or UNLIMITED
+        for _ in range(4):  # what is held back for the one may part the other
+            before = counts
+            if grouped:
+                counts = self._together(counts)
+            if self.images is not None:
+                counts = self.images.whole(self.running, counts, most)
+            if not grouped or self.images is None or counts == before:
+                break
+        return counts
 
     def _together(self, counts: list[int]) -> list[int]:
         """Groups and pairs decode as a whole: who is ready before the rest keeps its last token."""
