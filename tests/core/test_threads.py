@@ -13,7 +13,7 @@ from jackfield.engine.threads import give_back_threads
 
 # In a process of its own: it counts threads, and how many torch has is of the whole process.
 STORY = """
-import json, os, sys, threading, torch, jackfield
+import asyncio, json, os, sys, threading, torch, jackfield
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -38,6 +38,25 @@ def warm():
 
 thread = threading.Thread(target=warm)
 thread.start(), thread.join()
+
+async def aside():  # the thread that reads a prompt is not the one that hands it over
+    async for _ in engine.astream("Once", max_new_tokens=2):
+        pass
+
+own = engine._sequence
+
+def computing(*given):
+    told["after astream"] = team()
+    return own(*given)
+
+engine._sequence = computing
+
+async def twice():
+    await aside()
+    await aside()
+
+asyncio.run(twice())
+engine._sequence = own
 torch.set_num_threads(1)
 again = engine.generate("Once", max_new_tokens=8)
 told["one thread"] = again[0].text == first[0].text
@@ -58,7 +77,7 @@ def told() -> Any:
     return json.loads(ran.stdout)
 
 
-@pytest.mark.parametrize("after", ["load", "generate", "compile_ahead"])
+@pytest.mark.parametrize("after", ["load", "generate", "compile_ahead", "astream"])
 def test_a_caller_has_no_threads_left_that_would_compute_beside_the_engine(
     told: Any, after: str
 ) -> None:

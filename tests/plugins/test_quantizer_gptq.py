@@ -66,7 +66,6 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved, tmp_path / "model")
 
 
-@pytest.mark.long
 def test_saved_and_read_again_it_is_the_same(saved: Path) -> None:
     state = torch.load(saved / "state", weights_only=True)
     expected = json.loads((saved / "tokens.json").read_text())

@@ -36,7 +36,6 @@ class Least(Right):
 
 
 @pytest.mark.parametrize("backend", [Fifo, of(Right)], ids=["fifo", "plain"])
-@pytest.mark.long
 def test_a_right_scheduler_passes(backend: Any) -> None:
     assert_right(judged(backend))
 

@@ -379,15 +379,13 @@ class Loop:
         """No step has a part of a group, of a pair or of an image whose tokens see one another."""
         grouped = self.decoding.searcher is not None or any(s.pair for s in self.running)
         most = self.limits.max_batch_tokens or UNLIMITED
-        for _ in range(4):  # what is held back for the one may part the other
-            before = counts
-            if grouped:
-                counts = self._together(counts)
-            if self.images is not None:
-                counts = self.images.whole(self.running, counts, most)
-            if not grouped or self.images is None or counts == before:
-                break
-        return counts
+        if grouped:
+            counts = self._together(counts)
+        if self.images is None:
+            return counts
+        whole = self.images.whole(self.running, counts, most)
+        # Who waits for an image's step to have room may be a part of a pair.
+        return self._together(whole) if grouped and whole != counts else whole
 
     def _together(self, counts: list[int]) -> list[int]:
         """Groups and pairs decode as a whole: who is ready before the rest keeps its last token."""

@@ -133,9 +133,9 @@ class Choice:
         except JackfieldError:  # it needs an option
             usual = {}
         own = {
-            name: str(value).lower() if isinstance(value, bool) else str(value)
+            name: str(value).lower() if isinstance(value, bool | None) else str(value)
             for name, value in asdict(self.options).items()
-            if value is not None and value != usual.get(name)
+            if value != usual.get(name)
         }
         return str(Selection("x", None, own)).partition("?")[2]
 
