@@ -271,6 +271,17 @@ def test_explain_judges_every_backend(cli: Cli) -> None:
     assert "possible" in cli("explain", str(MODEL_PATH), "--attention", "eager").out
 
 
+def test_explain_shows_options_that_are_not_the_usual_ones(cli: Cli) -> None:
+    asked = ("explain", "--quantization", "int8-cpu?activations=int8", "--cache", "paged?swap=true")
+    found = {b["name"]: b["options"] for b in cli(*asked, "--json").json["backends"]}
+    assert (found["int8-cpu"], found["int4-cpu"], found["paged"]) == (
+        "activations=int8",
+        "",
+        "swap=true",
+    )
+    assert "named, activations=int8" in cli(*asked).out
+
+
 FUSSY = """
     def refuse(self, requirements, options):
         return ["needs a harp", "needs a hall"]

@@ -314,6 +314,7 @@ APART: list[tuple[str, Any, Any]] = [
     ("dtype", torch.float16, "bfloat16"),
     ("max_batch_size", 3, 4),
     ("max_batch_size", 1, True),
+    ("attn_implementation", torch.tensor([1, 2]), torch.tensor([1, 2])),  # cannot be told
 ]
 
 
