@@ -217,6 +217,9 @@ inline Vec<float> whole(const uint8_t* from, bool negative) {
 #if defined(__AVX512F__)
     __m128i bytes = read<__m128i>(from);
     return _mm512_cvtepi32_ps(negative ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return _mm256_cvtepi32_ps(negative ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
     Vec<float> made;
     for (int i = 0; i < WIDE; i++) made[i] = negative ? float(int8_t(from[i])) : float(from[i]);

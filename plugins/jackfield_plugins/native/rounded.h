@@ -6,6 +6,10 @@
 #include "tiles.h"
 
 constexpr int ROUNDED = 32;  // activations that share a scale
+constexpr int TALL = WIDTH == 64 ? 8 : 4;  // the most rows of a tile
+
+// How many blocks: with their sums in half of the registers.
+constexpr int blocks_of(int rows) { return std::clamp((WIDTH == 64 ? 16 : 8) / (rows * PARTS), 1, UNIT); }
 
 // Weights of 4 bits lie in words of 8 inputs, in the order 0 2 4 6 | 1 3 5 7, and every second nibble is made a byte;
 // so activations lie as inputs 0 4 1 5, 2 6 3 7. Bytes of weights are put into that order.
@@ -52,31 +56,71 @@ struct alignas(64) Rounded {
     }
 };
 
-// sum += the products of four bytes of each lane, from 0 on, with four activations. `small`: bytes of at most 7
-// bits, so that two products fit into 16.
-template <bool small>
-inline ALWAYS_INLINE void add_four(Integers& sum, Words bytes, const int8_t* activations) {
-    const auto four = Words{} + read<uint32_t>(activations);
 #if defined(__AVX512VNNI__)
-    sum = (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)four);
-    return;
-#elif defined(__AVX512BW__)
-    if constexpr (small) {
-        __m512i two = _mm512_maddubs_epi16((__m512i)bytes, (__m512i)four);
-        sum += (Integers)_mm512_madd_epi16(two, _mm512_set1_epi16(1));
-        return;
-    }
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    if constexpr (small) {
-        __m256i two = _mm256_maddubs_epi16((__m256i)bytes, (__m256i)four);
-        sum += (Integers)_mm256_madd_epi16(two, _mm256_set1_epi16(1));
-        return;
-    }
+constexpr bool FROM_ZERO = true;  // numbers of 8 bits: bytes from 0 on, else signed ones
+#else
+constexpr bool FROM_ZERO = false;
 #endif
-    each<4>([&](auto i) ALWAYS_INLINE {
-        sum += as<Integers>(bytes >> (8 * i) & 255) * (as<Integers>(four << (24 - 8 * i)) >> 24);
-    });
-}
+
+// By how many bits activations are shifted to give what is subtracted, since bytes count from 0 on; -1: nothing is.
+template <int bits>
+constexpr int LESS = bits == 8 && !FROM_ZERO ? -1 : bits - 1;
+
+// How many products of two numbers, one of `bits` and one up to 127, are added up in 16 bits, at the least.
+template <int bits>
+constexpr int FIT = bits == 8 ? 1 : 1 << (7 - bits);
+
+// The products of `bits` in four bytes of each lane with four activations, added up. After `FIT` of them it wants to
+// `settle`.
+template <int bits>
+class Sum {
+    typedef int16_t Shorts __attribute__((vector_size(WIDTH)));
+    Integers all{};
+    Shorts some{};
+
+   public:
+    Sum() = default;
+    explicit ALWAYS_INLINE Sum(Integers from) : all(from) {}
+
+    ALWAYS_INLINE Vec<float> total() const { return __builtin_convertvector(all, Vec<float>); }
+
+    ALWAYS_INLINE void add(Words bytes, const int8_t* activations) {
+        const auto four = Words{} + read<uint32_t>(activations);
+#if defined(__AVX512VNNI__)
+        all = (Integers)_mm512_dpbusd_epi32((__m512i)all, (__m512i)bytes, (__m512i)four);
+#elif defined(__AVX512BW__)
+        __m512i of = (__m512i)bytes, with = (__m512i)four;
+        if constexpr (bits == 8) {  // VPMADDUBSW takes the first without a sign
+            with = _mm512_mask_sub_epi8(with, _mm512_movepi8_mask(of), __m512i{}, with);
+            of = _mm512_abs_epi8(of);
+        }
+        add_two((Shorts)_mm512_maddubs_epi16(of, with));
+#elif defined(__AVX2__)
+        __m256i of = (__m256i)bytes, with = (__m256i)four;
+        if constexpr (bits == 8) with = _mm256_sign_epi8(with, of), of = _mm256_abs_epi8(of);
+        add_two((Shorts)_mm256_maddubs_epi16(of, with));
+#else
+        each<4>([&](auto i) ALWAYS_INLINE {
+            all += (as<Integers>(bytes << (24 - 8 * i)) >> 24) * (as<Integers>(four << (24 - 8 * i)) >> 24);
+        });
+#endif
+    }
+
+    ALWAYS_INLINE void settle() {
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+        all += (Integers)_mm512_madd_epi16((__m512i)some, _mm512_set1_epi16(1));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+        all += (Integers)_mm256_madd_epi16((__m256i)some, _mm256_set1_epi16(1));
+#endif
+        some = Shorts{};
+    }
+
+   private:
+    ALWAYS_INLINE void add_two(Shorts products) {
+        if constexpr (FIT<bits> == 1) some = products, settle();
+        else some += products;
+    }
+};
 
 // A call, and what 8 bits say of its activations, [rows, in_features / ROUNDED].
 template <class Call>

@@ -20,12 +20,17 @@ constexpr int AHEAD = 6144;                 // bytes of weights that are asked f
 // How many rows are worked on together, and how many blocks; their sums have to fit into the registers.
 // Few rows take all blocks of a unit, so that its weights are read in the order in which they lie.
 #if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;  // of numbers in bfloat16 are multiplied by one instruction
 template <class T> constexpr int MOST = std::is_same_v<T, bfloat16> ? 8 : 4;
 constexpr int blocks_for(int rows) { return rows <= 4 ? 4 : 2; }
 #else
+constexpr bool PAIRS = false;
 template <class T> constexpr int MOST = 4;
 constexpr int blocks_for(int) { return 1; }
 #endif
+
+constexpr int ACROSS = 2;                   // vectors of outputs of a tile of many rows, as floats
+constexpr int MANY = WIDTH == 64 ? 12 : 6;  // rows of it: their sums fit into the registers
 
 // Calls what(rows, from) for `count` rows in tiles as even as can be, since each has to unpack the
 // weights; `all` are the rows of the whole call.
@@ -82,6 +87,21 @@ inline ALWAYS_INLINE void add(Vec<float>& sum, __m512bh weight, const float* inp
 }
 
 #endif
+
+// sums[r * ACROSS + i]: the products of `inputs` numbers of row r with vector i of weights, `weight` [inputs, ACROSS].
+template <int inputs>
+__attribute__((noinline)) void multiply_many(const Vec<float>* weight, const float* const* row, Vec<float>* sums) {
+    Vec<float> sum[MANY * ACROSS];
+    each<MANY * ACROSS>([&](auto i) ALWAYS_INLINE { sum[i] = Vec<float>{}; });
+    for (int at = 0; at < inputs; at++)
+        each<MANY>([&](auto r) ALWAYS_INLINE {
+            const Vec<float> x = Vec<float>{} + row[r][at];
+            each<ACROSS>([&](auto i) ALWAYS_INLINE {
+                sum[r * ACROSS + i] = fused(weight[at * ACROSS + i], x, sum[r * ACROSS + i]);
+            });
+        });
+    each<MANY * ACROSS>([&](auto i) ALWAYS_INLINE { sums[i] = sum[i]; });
+}
 
 // Writes the sums of `WIDE` outputs from `output` of `all` on, with the bias that there may be; none
 // beyond the last.

@@ -30,6 +30,28 @@ struct PackCall {
     int64_t in_features, out_features, type, threads;
 };
 
+// Pair `turn` of four, of a vector of outputs: `low` is where they are, of 4 bits or 8; `high` has the other bits.
+template <Type type, int turn>
+inline ALWAYS_INLINE Two two_of(const uint8_t* low, Words high) {
+    using F = Format<type>;
+    auto two = [](Integers even, Integers odd) ALWAYS_INLINE {
+        return Two{__builtin_convertvector(even, Vec<float>), __builtin_convertvector(odd, Vec<float>)};
+    };
+    if constexpr (F::bits == 8) {
+        Words both = words(reinterpret_cast<const uint16_t*>(low + turn * UNIT * 2 * LANES));
+        return two(as<Integers>(both << 24) >> 24, as<Integers>(both << 16) >> 24);
+    } else {
+        Words bits = read<Words>(low) >> (turn * 4);
+        Words even = bits & 15, odd = bits >> 16 & 15;
+        if constexpr (F::bits > 4) {
+            constexpr int more = F::bits - 4, mask = (1 << more) - 1;
+            even |= (high >> (more * turn) & mask) << 4;
+            odd |= (high >> (16 + more * turn) & mask) << 4;
+        }
+        return two(as<Integers>(even) - F::offset, as<Integers>(odd) - F::offset);
+    }
+}
+
 #if defined(__AVX512BF16__)
 
 // The numbers that 4, 5 or 6 bits mean, as bfloat16.
@@ -90,25 +112,7 @@ typedef Two Pair;
 typedef Words Bits;
 
 template <Type type, int turn>
-inline ALWAYS_INLINE Pair numbers(const uint8_t* low, Bits high) {
-    using F = Format<type>;
-    auto two = [](Integers even, Integers odd) ALWAYS_INLINE {
-        return Two{__builtin_convertvector(even, Vec<float>), __builtin_convertvector(odd, Vec<float>)};
-    };
-    if constexpr (F::bits == 8) {
-        Words both = words(reinterpret_cast<const uint16_t*>(low + turn * UNIT * 2 * LANES));
-        return two(as<Integers>(both << 24) >> 24, as<Integers>(both << 16) >> 24);
-    } else {
-        Words bits = read<Words>(low) >> (turn * 4);
-        Words even = bits & 15, odd = bits >> 16 & 15;
-        if constexpr (F::bits > 4) {
-            constexpr int more = F::bits - 4, mask = (1 << more) - 1;
-            even |= (high >> (more * turn) & mask) << 4;
-            odd |= (high >> (16 + more * turn) & mask) << 4;
-        }
-        return two(as<Integers>(even) - F::offset, as<Integers>(odd) - F::offset);
-    }
-}
+inline ALWAYS_INLINE Pair numbers(const uint8_t* low, Bits high) { return two_of<type, turn>(low, high); }
 
 // Each half of a word less its lowest bits; what comes from above is not looked at.
 template <int count>
@@ -116,9 +120,10 @@ inline Bits without(Bits bits) { return bits >> count; }
 
 #endif
 
-// The sums of the inputs that share a scale, [rows, groups of a row], where there are minima.
+// The sums of the inputs that share a scale, [rows, groups of a row], where there are minima; and the inputs in
+// float32, where there are many rows of others and no instruction for these.
 struct Summed : LinearCall {
-    const float* sums;
+    const float *sums, *inputs;
 };
 
 constexpr int SUMMED = 32;  // inputs of a group, wherever there are minima
@@ -135,27 +140,102 @@ void sum_groups(const LinearCall& call, float* sums) {
     }
 }
 
+// Many rows: the numbers of a group are made floats once for all of them.
+template <Type type>
+class Many {
+    using F = Format<type>;
+    const Summed& call;
+    const int64_t records;
+
+   public:
+    explicit Many(const Summed& call) : call(call), records(call.in_features / F::inputs) {}
+
+    void multiply(int64_t unit, int64_t from, int64_t count) const {
+        for (int first = 0; first < UNIT * PARTS; first += ACROSS) {
+            const uint8_t* record = call.weight + unit * records * F::record;
+            Vec<float> total[CHUNK * ACROSS] = {};
+            for (int64_t at = 0; at < records * F::groups; at++) {
+                const int g = at % F::groups;
+                const uint8_t* group = record + F::head + g * F::part;
+                Vec<float> weight[F::group * ACROSS], scale[ACROSS], minimum[ACROSS];
+                unpack(group + F::factors, first, weight);
+                each<ACROSS>([&](auto i) ALWAYS_INLINE {
+                    scale[i] = scale_of<type>(record, group, (first + i) * WIDE);
+                    if constexpr (F::minimum) minimum[i] = minimum_of<type>(record, group, (first + i) * WIDE);
+                });
+                const float* input = call.inputs + from * call.in_features + at * F::group;
+                const float* sum_of = call.sums + from * records * F::groups + at;
+                for (int64_t row = 0; row < count; row += MANY) {
+                    const int64_t there = std::min<int64_t>(MANY, count - row);
+                    const float* rows[MANY];
+                    for (int64_t r = 0; r < MANY; r++)  // the last again where there is none
+                        rows[r] = input + (row + std::min(r, there - 1)) * call.in_features;
+                    Vec<float> sums[MANY * ACROSS];
+                    multiply_many<F::group>(weight, rows, sums);
+                    for (int64_t r = 0; r < there; r++)
+                        each<ACROSS>([&](auto i) ALWAYS_INLINE {
+                            Vec<float>& all = total[(row + r) * ACROSS + i];
+                            all = fused(sums[r * ACROSS + i], scale[i], all);
+                            if constexpr (F::minimum)
+                                all = fused(minimum[i], Vec<float>{} + sum_of[(row + r) * records * F::groups], all);
+                        });
+                }
+                if (g == F::groups - 1) record += F::record;
+            }
+            for (int64_t i = 0; i < count * ACROSS; i++) {
+                int64_t output = unit * OUTPUTS + (first + i % ACROSS) * WIDE;
+                if (call.floats) write<float>(total[i], from + i / ACROSS, output);
+                else write<bfloat16>(total[i], from + i / ACROSS, output);
+            }
+        }
+    }
+
+   private:
+    template <class T>
+    void write(Vec<float> total, int64_t row, int64_t output) const {
+        T* out = static_cast<T*>(call.out) + row * call.out_features;
+        write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
+    }
+
+    // The numbers of a group as floats, [inputs, `ACROSS` vectors of outputs].
+    ALWAYS_INLINE void unpack(const uint8_t* low, int first, Vec<float>* weight) const {
+        constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
+        constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;
+        Words high[ACROSS] = {};
+        if constexpr (above > 0)
+            each<ACROSS>([&](auto i) ALWAYS_INLINE { high[i] = read<Words>(low + F::low + (first + i) * WIDTH); });
+        low += first * wide;
+        for (int at = 0; at < F::group; at += 8, weight += 8 * ACROSS, low += OUTPUTS * (F::bits == 8 ? 8 : 4))
+            each<ACROSS>([&](auto i) ALWAYS_INLINE {
+                each<4>([&](auto turn) ALWAYS_INLINE {
+                    const Two both = two_of<type, turn>(low + i * wide, high[i]);
+                    weight[2 * turn * ACROSS + i] = both.even, weight[(2 * turn + 1) * ACROSS + i] = both.odd;
+                });
+                if constexpr (above > 0) high[i] >>= 4 * above;
+            });
+    }
+};
+
 template <Type type, class T>
 class Linear {
     using F = Format<type>;
     static_assert(!F::minimum || F::group == SUMMED);
-    const LinearCall& call;
+    const Summed& call;
     const T* const input;
     const int64_t units, chunks, records;
-    const float* const sums_of_inputs;
     const bool once;
 
    public:
     explicit Linear(const Summed& summed)
         : call(summed), input(static_cast<const T*>(call.input)),
           units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK),
-          records(call.in_features / F::inputs), sums_of_inputs(summed.sums),
-          once(call.rows <= ONE_TILE) {}
+          records(call.in_features / F::inputs), once(call.rows <= ONE_TILE) {}
 
     int64_t tasks() const { return units * chunks; }
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        if (call.inputs) return Many<type>(call).multiply(at / chunks, from, count);
         in_tiles<T>(from, count, call.rows, [&](int64_t rows, int64_t first) {
             by_rows<MOST<T>>(rows, at / chunks, first);
         });
@@ -183,7 +263,7 @@ class Linear {
         each<rows>([&](auto i) ALWAYS_INLINE {
             int64_t place = from + std::min<int>(i, count - 1);  // the last again where there is none
             row[i] = input + place * call.in_features;
-            sum_of[i] = sums_of_inputs + place * groups;
+            sum_of[i] = call.sums + place * groups;
         });
         Vec<float> total[rows * parts];
         each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
@@ -313,23 +393,33 @@ bool has_minimum(const LinearCall& call) {
     return found;
 }
 
-// Calls with one input share its sums.
-void sum_inputs(std::vector<Summed>& all, std::vector<float>& sums) {
+// Whether there are so many rows that weights and inputs are made floats.
+bool wants_floats(const LinearCall& call) { return call.rows > FEW && (call.floats || !PAIRS); }
+
+// What is made of the inputs: calls with one input share it.
+void read_inputs(std::vector<Summed>& all, std::vector<float>& made) {
     int64_t room = 0;
-    for (auto& one : all) room += one.rows * one.in_features / SUMMED;
-    sums.resize(std::max<size_t>(sums.size(), room));
-    float* next = sums.data();
+    for (auto& one : all) room += one.rows * (one.in_features / SUMMED + (wants_floats(one) ? one.in_features : 0));
+    made.resize(std::max<size_t>(made.size(), room));
+    float* next = made.data();
     for (auto& one : all) {
-        if (!has_minimum(one)) continue;
+        const int64_t size = one.rows * one.in_features;
+        if (one.floats && wants_floats(one)) one.inputs = static_cast<const float*>(one.input);
         for (auto& other : all)
-            if (other.sums && other.input == one.input && other.rows == one.rows &&
-                other.in_features == one.in_features)
-                one.sums = other.sums;
-        if (one.sums) continue;
-        if (one.floats) sum_groups<float>(one, next);
-        else sum_groups<bfloat16>(one, next);
-        one.sums = next;
-        next += one.rows * one.in_features / SUMMED;
+            if (other.input == one.input && other.rows == one.rows && other.in_features == one.in_features) {
+                if (other.sums) one.sums = other.sums;
+                if (other.inputs) one.inputs = other.inputs;
+            }
+        if (has_minimum(one) && !one.sums) {
+            if (one.floats) sum_groups<float>(one, next);
+            else sum_groups<bfloat16>(one, next);
+            one.sums = next, next += size / SUMMED;
+        }
+        if (wants_floats(one) && !one.inputs) {
+            auto from = static_cast<const bfloat16*>(one.input);
+            for (int64_t i = 0; i < size; i += WIDE) store(load(from + i), next + i);
+            one.inputs = next, next += size;
+        }
     }
 }
 
@@ -340,14 +430,14 @@ extern "C" {
 bool gguf_linears(const LinearCall* const* calls, int64_t count) {
     static thread_local std::vector<Summed> all;
     static thread_local std::vector<const Summed*> each;
-    static thread_local std::vector<float> sums;
+    static thread_local std::vector<float> made;
     all.clear(), each.clear();
     for (int64_t i = 0; i < count; i++) {
         if (!with_type(calls[i]->type, [](auto) {})) return false;
-        all.push_back({*calls[i], nullptr});
+        all.push_back({*calls[i], nullptr, nullptr});
     }
     for (auto& one : all) each.push_back(&one);
-    sum_inputs(all, sums);
+    read_inputs(all, made);
     return together<Product>(each.data(), count), true;
 }
 bool gguf_linear(const LinearCall* call) { return gguf_linears(&call, 1); }

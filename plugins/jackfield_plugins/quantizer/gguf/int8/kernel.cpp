@@ -7,11 +7,11 @@ namespace {
 
 typedef RoundedCall<LinearCall> Call;
 
-// What is subtracted from `fours`, as bits to shift: 2 to the `bits_less`, or nothing.
+// By how many bits activations are shifted to give what is subtracted, or -1.
 template <Type type>
-constexpr int bits_less = Format<type>::minimum ? -1 : Format<type>::bits - 1;
+constexpr int bits_less = Format<type>::minimum ? -1 : LESS<Format<type>::bits>;
 
-// Numbers from 0 on of inputs 0 4 1 5 (turn 0) or 2 6 3 7 (turn 1) of eight.
+// Numbers of inputs 0 4 1 5 (turn 0) or 2 6 3 7 (turn 1) of eight.
 template <Type type, int turn>
 inline ALWAYS_INLINE Words fours(const uint8_t* low, Words high) {
     using F = Format<type>;
@@ -21,7 +21,7 @@ inline ALWAYS_INLINE Words fours(const uint8_t* low, Words high) {
         };
         Words first = pair(turn), second = pair(turn + 2);
         Words even = (first & 0xff) | (first & 0xff00) << 8, odd = (second & 0xff) | (second & 0xff00) << 8;
-        return (even | odd << 8) ^ 0x80808080;
+        return (even | odd << 8) ^ (FROM_ZERO ? 0x80808080 : 0);
     } else {
         Words bytes = read<Words>(low) >> (4 * turn) & 0x0f0f0f0f;
         if constexpr (F::bits > 4) {
@@ -52,10 +52,10 @@ class Linear {
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        const int64_t most = call.rows <= FEW ? ONE_TILE : 2 * ONE_TILE;
+        const int64_t most = call.rows <= FEW ? ONE_TILE : TALL;
         for (int64_t rows; count; from += rows, count -= rows) {
             rows = std::min(count, most);
-            by_rows<2 * ONE_TILE>(rows, at / chunks, from);
+            by_rows<TALL>(rows, at / chunks, from);
         }
     }
 
@@ -65,7 +65,7 @@ class Linear {
         if constexpr (most > 1) {
             if (rows <= most / 2) return by_rows<most / 2>(rows, unit, from);
         }
-        constexpr int blocks = blocks_for(most);
+        constexpr int blocks = blocks_of(most);
         for (int block = 0; block < UNIT; block += blocks) multiply<most, blocks>(rows, unit, block, from);
     }
 
@@ -88,14 +88,14 @@ class Linear {
                 for (int line = 0; line < F::part; line += 64) ask_for(group + line + AHEAD, once);
             const int64_t place = at * F::group / ROUNDED;
             const int half = F::group < ROUNDED ? at % 2 : 0;
-            Integers sums[rows * parts];
+            Sum<F::bits> sums[rows * parts];
             each<rows>([&](auto i) ALWAYS_INLINE {
                 Integers less{};
                 if constexpr (bits_less<type> > 0) {
                     const Rounded& own = row[i][place];
                     less = (Integers{} + (F::group < ROUNDED ? own.halves[half] : own.less)) << bits_less<type>;
                 }
-                each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = less; });
+                each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = Sum<F::bits>(less); });
             });
             add_group<rows, parts>(group + F::factors, block * PARTS, row, place, half, sums);
             each<parts>([&](auto part) ALWAYS_INLINE {
@@ -104,9 +104,8 @@ class Linear {
                 if constexpr (F::minimum) minimum = minimum_of<type>(record, group, output);
                 each<rows>([&](auto i) ALWAYS_INLINE {
                     const Rounded& own = row[i][place];
-                    Vec<float> found = __builtin_convertvector(sums[i * parts + part], Vec<float>);
                     Vec<float>& all = total[i * parts + part];
-                    all = fused(found, scale * own.scale, all);
+                    all = fused(sums[i * parts + part].total(), scale * own.scale, all);
                     if constexpr (F::minimum) all = fused(minimum, Vec<float>{} + own.sum, all);
                 });
             });
@@ -128,7 +127,7 @@ class Linear {
 
     template <int rows, int parts>
     ALWAYS_INLINE void add_group(const uint8_t* low, int first, const Rounded* const* row, int64_t place,
-                                 int half, Integers* sums) const {
+                                 int half, Sum<F::bits>* sums) const {
         constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
         constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a vector and a turn, or a step
         Words high[parts] = {};
@@ -143,13 +142,15 @@ class Linear {
                     const Words bytes = fours<type, turn>(low + part * wide, high[part]);
                     each<rows>([&](auto r) ALWAYS_INLINE {
                         const int8_t* own = row[r][place].values + half * ROUNDED / 2 + i + 4 * turn;
-                        add_four<F::bits < 8>(sums[r * parts + part], bytes, own);
+                        sums[r * parts + part].add(bytes, own);
                     });
                 });
             });
             if constexpr (above > 0)
                 each<parts>([&](auto part) ALWAYS_INLINE { high[part] >>= 4 * above; });
             low += OUTPUTS * (F::bits == 8 ? 8 : 4);  // bytes of eight inputs
+            if ((i + 8) % (4 * FIT<F::bits>) == 0)
+                each<rows * parts>([&](auto at) ALWAYS_INLINE { sums[at].settle(); });
         }
     }
 };

@@ -10,13 +10,14 @@ namespace {
 
 typedef RoundedCall<Call> Product8;
 
-// Bytes from 0 on of inputs 0 4 1 5 (turn 0) or 2 6 3 7 (turn 1) of eight.
+// Numbers of inputs 0 4 1 5 (turn 0) or 2 6 3 7 (turn 1) of eight.
 template <int bits, int turn>
 inline ALWAYS_INLINE Words fours(const uint8_t* weight) {
     if constexpr (bits == 4) return read<Words>(weight) >> (4 * turn) & 0x0f0f0f0f;
+    const uint32_t sign = FROM_ZERO ? 0 : 0x80808080;
     Words first = read<Words>(weight), second = read<Words>(weight + UNIT * BYTES);
-    if constexpr (turn == 0) return (first & 0x00ff00ff) | (second & 0x00ff00ff) << 8;
-    return (first >> 8 & 0x00ff00ff) | (second & 0xff00ff00);
+    if constexpr (turn == 0) return ((first & 0x00ff00ff) | (second & 0x00ff00ff) << 8) ^ sign;
+    return ((first >> 8 & 0x00ff00ff) | (second & 0xff00ff00)) ^ sign;
 }
 
 template <int bits>
@@ -37,10 +38,10 @@ class Linear {
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        const int64_t most = call.rows <= FEW ? ONE_TILE : 2 * ONE_TILE;
+        const int64_t most = call.rows <= FEW ? ONE_TILE : TALL;
         for (int64_t rows; count; from += rows, count -= rows) {
             rows = std::min(count, most);
-            by_rows<2 * ONE_TILE>(rows, at / chunks, from);
+            by_rows<TALL>(rows, at / chunks, from);
         }
     }
 
@@ -50,7 +51,7 @@ class Linear {
         if constexpr (most > 1) {
             if (rows <= most / 2) return by_rows<most / 2>(rows, unit, from);
         }
-        constexpr int blocks = blocks_for(most);
+        constexpr int blocks = blocks_of(most);
         for (int block = 0; block < UNIT; block += blocks) multiply<most, blocks>(rows, unit, block, from);
     }
 
@@ -71,18 +72,18 @@ class Linear {
                 for (int line = 0; line < OUTPUTS * 2; line += 64)
                     ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6 + line, once);
             }
-            Integers sums[rows * parts];
+            Sum<bits> sums[rows * parts];
             each<rows>([&](auto i) ALWAYS_INLINE {
-                const Integers less = (Integers{} + row[i][place].less) << (bits - 1);
-                each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = less; });
+                Integers less{};
+                if constexpr (LESS<bits> > 0) less = (Integers{} + row[i][place].less) << LESS<bits>;
+                each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = Sum<bits>(less); });
             });
             add_place<rows, parts>(weight + block * BYTES, row, place, sums);
             each<parts>([&](auto part) ALWAYS_INLINE {
                 const Vec<float> factor = load(scale + part * WIDE);
                 each<rows>([&](auto i) ALWAYS_INLINE {
-                    Vec<float> found = __builtin_convertvector(sums[i * parts + part], Vec<float>);
                     Vec<float>& all = total[i * parts + part];
-                    all = fused(found, factor * row[i][place].scale, all);
+                    all = fused(sums[i * parts + part].total(), factor * row[i][place].scale, all);
                 });
             });
             if ((place + 1) % of_group == 0) scale += OUTPUTS;
@@ -97,17 +98,19 @@ class Linear {
 
     template <int rows, int parts>
     static ALWAYS_INLINE void add_place(const uint8_t* weight, const Rounded* const* row, int64_t place,
-                                        Integers* sums) {
+                                        Sum<bits>* sums) {
         for (int i = 0; i < ROUNDED; i += 8, weight += OF_EIGHT * UNIT * BYTES) {
             each<2>([&](auto turn) ALWAYS_INLINE {
                 each<parts>([&](auto part) ALWAYS_INLINE {
                     const Words bytes = fours<bits, turn>(weight + part * WIDTH);
                     each<rows>([&](auto r) ALWAYS_INLINE {
                         const int8_t* own = row[r][place].values + i + 4 * turn;
-                        add_four<bits < 8>(sums[r * parts + part], bytes, own);
+                        sums[r * parts + part].add(bytes, own);
                     });
                 });
             });
+            if ((i + 8) % (4 * FIT<bits>) == 0)
+                each<rows * parts>([&](auto at) ALWAYS_INLINE { sums[at].settle(); });
         }
     }
 
