@@ -23,7 +23,9 @@ BEGIN, END = "<!-- built-ins -->", "<!-- end of built-ins -->"
 #: kind -> selections. What names a kernel of the hub, or a checkpoint's own method, has no default.
 BUILT_INS = {
     "attention": ("sdpa", "eager", "cpu_decode", "flex_attention", "flash_attention_2", "triton"),
-    "kernel": ("cpu-rms-norm", "onednn-linear", "triton-one-row", "triton-rms-norm"),
+    "kernel": (
+        "cpu-rms-norm", "onednn-linear", "upcast-linear", "triton-one-row", "triton-rms-norm",
+    ),
     "cache": ("paged", "dynamic", "static", "quantized?backend=fp8", "offloaded"),
     "scheduler": ("fifo", "short-first"),
     "decoding": ("sample", "prompt_lookup", "assisted", "beam"),

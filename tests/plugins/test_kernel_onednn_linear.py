@@ -109,7 +109,6 @@ def test_tokens_are_the_same(family: str, cache: str) -> None:
     [
         ({"dtype": torch.bfloat16}, r"does not run with dtype bfloat16 \(only float32\)"),
         ({"deterministic": True}, "is not batch-invariant"),
-        ({"compile": "inductor"}, "called and counted one by one"),
     ],
 )
 def test_what_it_is_not_for_is_refused_by_name(asked: dict[str, Any], message: str) -> None:

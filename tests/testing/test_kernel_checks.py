@@ -14,6 +14,7 @@ from jackfield.testing.subject import uninstalled
 from jackfield.testing.suites import checks_of
 from jackfield_plugins.kernel.cpu_rms_norm import CpuRmsNorm
 from jackfield_plugins.kernel.onednn_linear import OneDnnLinear
+from jackfield_plugins.kernel.upcast_linear import UpcastLinear
 
 SAMPLE = (
     "rows beyond 1024 forgotten", "wider copies by address", "one activation for all",
@@ -46,7 +47,9 @@ def test_a_layer_that_overflows_in_float16_is_no_fault_of_a_kernel() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "backend", [Right, CpuRmsNorm, OneDnnLinear], ids=["right", "cpu-rms-norm", "onednn-linear"]
+    "backend",
+    [Right, CpuRmsNorm, OneDnnLinear, UpcastLinear],
+    ids=["right", "cpu-rms-norm", "onednn-linear", "upcast-linear"],
 )
 def test_right_ones_pass(backend: Any) -> None:
     assert_right(judged(backend))

@@ -10,7 +10,7 @@ import inspect
 import types
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,11 +49,13 @@ class CompiledForward:
     """`forward_of` for a model whose attention is opaque. `steps` counts those that were compiled.
 
     `attend` is the attention as it is called in steps that are not compiled, `native` the calls in
-    its place, if there are any; set when it is bound. `operators` are those of the plan's backends.
+    its place, if there are any; set when it is bound, and `layers`, kernels that are in their place
+    in steps that are not compiled. `operators` are those of the plan's backends.
     """
 
     attend: Attend
     native: NativeAttention | None = None
+    layers: Seq[Layers] = ()
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class CompiledForward:
             return self._compare(inputs)
         compiled = self._decodes() if inputs.decode else self._reads(kwargs)
         if TAKEN in kwargs or not compiled:
-            return self._uncompiled(inputs)
+            return self._as_it_is(inputs)
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)
         native = self.native if past is None else None
@@ -216,9 +218,16 @@ class CompiledForward:
     def _compare(self, inputs: ModelInputs) -> torch.Tensor:
         """The first step of padded rows, uncompiled: are the masks made here those of the model?"""
         with within(Comparison(self._masks(inputs.kwargs))):
-            logits = self._uncompiled(inputs)
+            logits = self._as_it_is(inputs)
         self._compared = True
         return logits
+
+    def _as_it_is(self, inputs: ModelInputs) -> torch.Tensor:
+        """A step that is not compiled."""
+        with ExitStack() as stack:
+            for layers in self.layers:
+                stack.callback(layers.install())
+            return self._uncompiled(inputs)
 
     def _masks(self, kwargs: dict[str, Any]) -> dict[int, torch.Tensor | None]:
         """The mask of each layer, made from the outside as transformers does for its own graphs."""

@@ -26,6 +26,8 @@ class KernelCapabilities:
         batch_invariant: The bits of a row of its output do not depend on the other rows.
         recordable: What its functions tell the device can be recorded and played again: they wait
             for nothing, read nothing on the host, and launch the same for the same shapes.
+        beside_compiled: It is for many tokens at once, so where steps are compiled it may be left
+            out of those: there, layers are the model's own, and it replaces them in the others.
 
     Raises:
         ValueError: A name is unknown, or a set is empty.
@@ -35,6 +37,7 @@ class KernelCapabilities:
     dtypes: frozenset[str] = frozenset(DTYPES)
     batch_invariant: bool = False
     recordable: bool = False
+    beside_compiled: bool = False
 
     def __post_init__(self) -> None:
         unknown(self.dtypes, DTYPES, "dtype")
@@ -94,7 +97,7 @@ class Kernel(Recordable):
             reasons.append(
                 f"does not run with dtype {r.dtype} (only {', '.join(sorted(can.dtypes))})"
             )
-        if r.traced:
+        if r.traced and not can.beside_compiled:
             reasons.append("is called and counted one by one, and steps are compiled as a whole")
         if r.offloaded or r.several_places:
             where = r.several_places or ", ".join(r.offloaded)

@@ -229,7 +229,10 @@ class BoundModel:
         except BaseException:
             self.attention.remove()
             raise
-        undo += [layers.install() for layers in self.layers]
+        if self.compiled is not None and self.plan.requirements.traced:
+            self.compiled.layers = self.layers
+        else:
+            undo += [layers.install() for layers in self.layers]
         if isinstance(self.cache, StatefulCache):
             undo.append(self.cache.install())
         if self.plan.requirements.tp_size > 1:

@@ -25,7 +25,10 @@ class OneDnnLinear(Kernel):
 
     name = "onednn-linear"
     capabilities = KernelCapabilities(
-        devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), batch_invariant=False
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"float32"}),
+        batch_invariant=False,
+        beside_compiled=True,
     )
 
     def available(self) -> list[str]:

@@ -1,0 +1,109 @@
+"""``upcast-linear``: products of many rows in 16 bits, computed in float32.
+
+torch multiplies bfloat16 and float16 fast on processors that have instructions for it. On others,
+such as all that end at AVX2, it reaches a sixth of the speed of float32. Here a few outputs' weights
+at a time are made float32, which fit into a cache, and given to MKL.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jackfield import hookimpl
+from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities, Requirements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+ROWS = 5  # from which on it is faster for any layer; the proof has as many
+PANEL = 1 << 18  # weights that are made float32 at a time: 1 MiB
+
+
+class UpcastLinear(Kernel):
+    """MKL chooses how it computes by the number of rows, and so the last bits of each."""
+
+    name = "upcast-linear"
+    capabilities = KernelCapabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        batch_invariant=False,
+        beside_compiled=True,
+    )
+
+    def rank(self, requirements: Requirements) -> int | None:
+        """For `auto` where torch has no instructions for the dtype."""
+        if requirements.device != "cpu" or requirements.dtype not in self.capabilities.dtypes:
+            return None
+        return None if _is_fast(requirements.dtype) else 10
+
+    def fits(self, module: nn.Module, options: Any) -> bool:
+        from torch import nn
+
+        return type(module) is nn.Linear
+
+    def bind(self, context: BindContext) -> FusedLayer:
+        import torch
+
+        return FusedLayer(linear_of, f"float32 products of torch {torch.__version__}")
+
+
+def _is_fast(dtype: str) -> bool:
+    """Whether torch's own products of `dtype` are oneDNN's, in instructions of this processor."""
+    import torch
+
+    known = torch.ops.mkldnn
+    if dtype == "bfloat16":
+        return bool(known._is_mkldnn_bf16_supported())
+    return bool(known._is_mkldnn_fp16_supported())
+
+
+def linear_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What takes the place of a linear layer's `forward`: `[..., in]` to `[..., out]`, in the dtype
+    of the weight, each number summed up in float32 and rounded once.
+
+    What it does not understand, and few rows, are left to the layer's own.
+    """
+    import torch
+
+    parameters, numbers = module._parameters, ROWS * int(module.in_features)  # type: ignore[arg-type]
+    step = max(1, PANEL // max(1, int(module.in_features)))  # type: ignore[arg-type]
+    halves = (torch.bfloat16, torch.float16)
+
+    def plain(tensor: torch.Tensor | None) -> bool:
+        return (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)  # and nobody's class
+            and tensor.dtype in halves  # type: ignore[union-attr]
+            and tensor.is_cpu  # type: ignore[union-attr]
+            and tensor.layout is torch.strided  # type: ignore[union-attr]
+        )
+
+    def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as torch calls it)
+        weight, bias = parameters["weight"], parameters["bias"]
+        if (
+            not 0 < numbers <= input.numel()
+            or torch.is_grad_enabled()
+            or not plain(input)
+            or not plain(weight)
+            or not (bias is None or plain(bias))
+            or input.dtype is not weight.dtype  # type: ignore[union-attr]
+            or input.shape[-1] != weight.shape[1]  # type: ignore[union-attr]
+        ):
+            return type(module).forward(module, input)  # type: ignore[no-any-return]
+        assert weight is not None
+        rows = input.flatten(0, -2).float()
+        out = input.new_empty(len(rows), len(weight))
+        for at in range(0, len(weight), step):
+            some = slice(at, at + step)
+            more = None if bias is None else bias[some].float()
+            out[:, some] = torch.nn.functional.linear(rows, weight[some].float(), more)
+        return out.view(*input.shape[:-1], len(weight))
+
+    return forward
+
+
+@hookimpl
+def jackfield_kernel() -> list[Kernel]:
+    return [UpcastLinear()]

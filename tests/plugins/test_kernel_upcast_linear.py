@@ -1,0 +1,135 @@
+"""`upcast-linear`: numbers nearer to the exact ones than torch's; also beside compiled steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompts
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import jackfield
+from jackfield.errors import PlanError
+from jackfield_plugins.kernel import upcast_linear
+from jackfield_plugins.kernel.upcast_linear import PANEL, ROWS, linear_of
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@given(
+    shape=st.one_of(
+        st.tuples(st.integers(0, 40)),
+        st.tuples(st.integers(1, 3), st.integers(1, 70)),
+        st.tuples(st.just(1), st.just(300)),
+    ),
+    sizes=st.tuples(*[st.sampled_from((1, 7, 16, 33, 64, 130))] * 2),
+    bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    panel=st.sampled_from((1, 100, PANEL)),
+)
+@torch.no_grad()
+def test_products_are_rounded_once(shape, sizes, bias, dtype, panel) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(*sizes, bias=bias, dtype=dtype)
+    rows = torch.randn(*shape, sizes[0], dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upcast_linear, "PANEL", panel)
+        found = linear_of(layer)(rows)
+    own = layer(rows)
+    exact = layer.double()(rows.double())
+    assert (found.dtype, found.shape) == (dtype, own.shape)
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), exact, atol=1e-5 + rounding / 8, rtol=rounding)
+
+
+@torch.no_grad()
+def test_what_is_many_rows_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(16, 8, dtype=torch.bfloat16)
+    forward, seen = linear_of(layer), []
+    own = nn.Linear.forward
+    monkeypatch.setattr(
+        nn.Linear, "forward", lambda self, rows: (seen.append(rows.shape), own(self, rows))[1]
+    )
+    forward(torch.randn(ROWS, 16, dtype=torch.bfloat16))
+    forward(torch.randn(16, 64, dtype=torch.bfloat16).T)
+    forward(torch.randn(2, 32, 16, dtype=torch.bfloat16).transpose(0, 1))
+    assert not seen
+    forward(torch.randn(ROWS - 1, 16, dtype=torch.bfloat16))
+    assert len(seen) == 1
+
+
+def test_numbers_of_another_kind_and_gradients_are_torchs() -> None:
+    layer = nn.Linear(16, 8, dtype=torch.bfloat16)
+    rows = torch.randn(64, 16, dtype=torch.bfloat16)
+    linear_of(layer)(rows).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="dtype"):
+            linear_of(layer)(rows.half())
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            linear_of(nn.Linear(8, 8, dtype=torch.bfloat16))(rows)
+        wide = linear_of(layer.double())(rows.double())
+        assert torch.equal(wide, layer(rows.double()))
+
+
+@torch.no_grad()
+def test_layers_without_inputs_or_outputs() -> None:
+    for inner, outer in ((0, 8), (8, 0), (0, 0)):
+        layer, rows = nn.Linear(1, 1), torch.randn(ROWS, inner, dtype=torch.bfloat16)
+        layer.in_features, layer.out_features = inner, outer
+        layer.weight, layer.bias = (
+            nn.Parameter(torch.randn(n, dtype=torch.bfloat16)) for n in ((outer, inner), outer)
+        )
+        for some in (rows, rows[:0], rows[0]):
+            assert torch.equal(linear_of(layer)(some), layer(some))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_takes_it_where_torch_has_no_instructions(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upcast_linear, "_is_fast", lambda dtype: fast)
+
+    def taken(**asked: Any) -> list[str]:
+        return [str(kernel.registered) for kernel in jackfield.plan("demo", **asked).kernels]
+
+    found = taken(dtype="bfloat16")
+    assert any("upcast-linear" in one for one in found) is not fast
+    assert taken(dtype="float32") == []
+    assert taken(dtype="bfloat16", deterministic=True) == []
+    assert taken(dtype="bfloat16", kernels="none") == []
+    assert taken(dtype="bfloat16", compile="inductor") == found
+
+
+@pytest.mark.parametrize("compiler", ["none", "native"])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [(torch.bfloat16, "upcast-linear"), (torch.float32, "onednn-linear")],
+    ids=["upcast", "onednn"],
+)
+def test_prompts_go_through_it_also_where_steps_are_compiled(
+    dtype: torch.dtype, kernel: str, compiler: str
+) -> None:
+    model = build("llama", dtype)
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    found = {}
+    for kernels in ("none", kernel):
+        with jackfield.load(model, kernels=kernels, compile=compiler) as engine:
+            done = engine.generate(prompts((70, 80, 100)), max_new_tokens=6)
+            found[kernels] = [one.token_ids for one in done]
+            seen = [one for one in engine.report().observations if one.kind == "kernel"]
+    layers = sum(type(module) is torch.nn.Linear for module in model.modules())
+    assert [one.calls >= layers for one in seen] == [True]
+    if compiler == "native":  # decode steps are the compiler's
+        assert seen[0].calls <= 3 * layers
+    if dtype is torch.float32:
+        assert found[kernel] == found["none"]
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+
+
+def test_deterministic_refuses_it() -> None:
+    with pytest.raises(PlanError, match="is not batch-invariant"):
+        jackfield.plan("demo", dtype="bfloat16", kernels="upcast-linear", deterministic=True)
