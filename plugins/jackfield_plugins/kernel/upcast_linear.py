@@ -1,8 +1,8 @@
 """``upcast-linear``: products of many rows in 16 bits, computed in float32.
 
 torch multiplies bfloat16 and float16 fast on processors that have instructions for it. On others,
-such as all that end at AVX2, it reaches a sixth of the speed of float32. Here a few outputs' weights
-at a time are made float32, which fit into a cache, and given to MKL.
+such as all that end at AVX2, it reaches a sixth of the speed of float32. Here the weights of a few
+outputs at a time are made float32, which fit into a cache, and given to MKL.
 """
 
 from __future__ import annotations

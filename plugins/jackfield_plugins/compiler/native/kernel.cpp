@@ -134,19 +134,19 @@ bool put_number(const Picked* call) { return picked<true>(*call); }
 bool place_rows(const Placed* call) { return placed(*call); }
 
 // A linear of one dtype, and several of them whose outputs are read only later.
-#define LINEAR(name, Work)                                                             \
-    bool name(const Linear* call) { return together<Work>(&call, 1), true; }          \
+#define LINEAR(name, Work, run)                                                      \
+    bool name(const Linear* call) { return run(&call, 1), true; }                     \
     bool name##_together(const Linear* const* calls, int64_t count) {                 \
-        return together<Work>(calls, count), true;                                    \
+        return run(calls, count), true;                                               \
     }                                                                                 \
     bool experts_##name(const Experts* call) { return experts<Work>(*call); }
-LINEAR(linear_float32, Product<float>)
-LINEAR(linear_float64, Product<double>)
-LINEAR(linear_bfloat16, Product<bfloat16>)
-LINEAR(linear_float16, Product<float16>)
-LINEAR(turned_float32, Turned<float>)
-LINEAR(turned_float64, Turned<double>)
-LINEAR(turned_bfloat16, Turned<bfloat16>)
-LINEAR(turned_float16, Turned<float16>)
+LINEAR(linear_float32, Product<float>, products<float>)
+LINEAR(linear_float64, Product<double>, products<double>)
+LINEAR(linear_bfloat16, Product<bfloat16>, products<bfloat16>)
+LINEAR(linear_float16, Product<float16>, products<float16>)
+LINEAR(turned_float32, Turned<float>, together<Turned<float>>)
+LINEAR(turned_float64, Turned<double>, together<Turned<double>>)
+LINEAR(turned_bfloat16, Turned<bfloat16>, together<Turned<bfloat16>>)
+LINEAR(turned_float16, Turned<float16>, together<Turned<float16>>)
 #undef LINEAR
 }

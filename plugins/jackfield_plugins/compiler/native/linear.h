@@ -7,6 +7,7 @@
 // others nor on the threads.
 #pragma once
 #include <algorithm>
+#include <vector>
 
 #include "numbers.h"
 #include "together.h"
@@ -70,23 +71,23 @@ class Turned {
     }
 };
 
-template <class T>
+// `Out`: the dtype of bias and outputs.
+template <class T, class Out = T>
 class Product {
     using C = typename Wide<T>::type;
     static constexpr int lanes = Vector<C>::lanes;
     // Where an output has at most `SHORT` bytes, weights are asked for `AHEAD` bytes before their turn, in the
     // order in which they lie. Of longer ones, those of the next outputs side by side are asked for.
     static constexpr int64_t AHEAD = 16384, SHORT = 2048;
-#if defined(__AVX512BF16__)
-    static constexpr bool pairs = std::is_same_v<T, bfloat16>;
-#else
-    static constexpr bool pairs = false;
-#endif
-    static constexpr int step = pairs ? 2 * lanes : lanes;
-
     const Linear& call;
 
    public:
+#if defined(__AVX512BF16__)
+    static constexpr bool pairs = std::is_same_v<T, bfloat16>;  // of numbers are multiplied by one instruction
+#else
+    static constexpr bool pairs = false;
+#endif
+
     explicit Product(const Linear& call) : call(call) {}
 
     int64_t tasks() const { return (call.out_features + lanes - 1) / lanes; }
@@ -105,6 +106,7 @@ class Product {
     }
 
    private:
+    static constexpr int step = pairs ? 2 * lanes : lanes;
     static constexpr int side = std::min(4, lanes);  // a vector of 16 bytes has two doubles
     // Rows of a tile, whose sums fit into the registers; where weights have to be widened, that is done for
     // more rows together than fit.
@@ -146,7 +148,9 @@ class Product {
             for (; at + step <= call.in_features; at += step) ask(), add<rows>(w, x, at, sum);
         };
         const int64_t next = lanes * call.weight_row;  // from here to the same output of the next task
-        if (tiles > 1) {                               // each tile asks for a part of its weights
+        if constexpr (!std::is_same_v<T, Out>) {       // weights lie in a cache, and nothing behind them
+            go([]() ALWAYS_INLINE {});
+        } else if (tiles > 1) {  // each tile asks for a part of its weights
             const T* one = tile < side ? w[0] + next + tile * call.weight_row : w[0];
             const T* two = tile + tiles < side ? w[0] + next + (tile + tiles) * call.weight_row : one;
             go([&]() ALWAYS_INLINE { __builtin_prefetch(one + at), __builtin_prefetch(two + at); });
@@ -199,11 +203,86 @@ class Product {
     }
 
     void write(Vec<C> total, int64_t output, int64_t row, int64_t count) const {
-        T* out = reinterpret_cast<T*>(call.out) + row * call.out_row + output;
-        const T* bias = reinterpret_cast<const T*>(call.bias);
+        Out* out = reinterpret_cast<Out*>(call.out) + row * call.out_row + output;
+        const Out* bias = reinterpret_cast<const Out*>(call.bias);
         for (int64_t i = 0; i < count; i++) {
             const C value = total[i];
             narrow(bias ? value + C(wide(bias[output + i])) : value, out[i]);
         }
     }
 };
+
+// A linear, and its inputs as floats, [rows, in_features].
+struct WidenedLinear : Linear {
+    const float* floats;
+};
+
+// Rows from which on numbers of 16 bits are made floats, which each tile of rows would do anew: inputs once a call,
+// weights once. Sums are the same.
+constexpr int64_t WIDENED = 5;
+
+template <class T>
+class Widened {
+    static constexpr int lanes = Vector<float>::lanes;
+    const WidenedLinear& call;
+
+   public:
+    explicit Widened(const WidenedLinear& call) : call(call) {}
+
+    int64_t tasks() const { return (call.out_features + lanes - 1) / lanes; }
+
+    void task(int64_t at) const {
+        static thread_local std::vector<float> room;
+        const int64_t first = at * lanes, count = std::min<int64_t>(lanes, call.out_features - first);
+        room.resize(std::max<size_t>(room.size(), lanes * call.in_features));
+        for (int64_t i = 0; i < count; i++)
+            widen(reinterpret_cast<const T*>(call.weight) + (first + i) * call.weight_row, call.in_features,
+                  room.data() + i * call.in_features);
+        Linear own = call;
+        own.input = reinterpret_cast<const char*>(call.floats), own.weight = reinterpret_cast<const char*>(room.data());
+        own.input_row = own.weight_row = call.in_features, own.out_features = count;
+        own.out += first * sizeof(T);
+        if (own.bias) own.bias += first * sizeof(T);
+        Product<float, T>(own).task(0);
+    }
+
+    static void widen(const T* from, int64_t count, float* to) {
+        int64_t i = 0;
+        for (; i + lanes <= count; i += lanes) store(load(from + i), to + i);
+        for (; i < count; i++) to[i] = wide(from[i]);
+    }
+};
+
+// Calls with one input share what it is as floats.
+template <class T>
+void widened_together(const Linear* const* calls, int64_t count) {
+    static thread_local std::vector<float> floats;
+    static thread_local std::vector<WidenedLinear> all;
+    static thread_local std::vector<const WidenedLinear*> each;
+    int64_t room = 0;
+    for (int64_t i = 0; i < count; i++) room += calls[i]->rows * calls[i]->in_features;
+    floats.resize(std::max<size_t>(floats.size(), room));
+    all.clear(), each.clear();
+    float* next = floats.data();
+    for (int64_t i = 0; i < count; i++) {
+        const Linear& call = *calls[i];
+        const float* found = nullptr;
+        for (auto& other : all)
+            if (other.input == call.input && other.rows == call.rows && other.in_features == call.in_features &&
+                other.input_row == call.input_row)
+                found = other.floats;
+        all.push_back({call, found ? found : next});
+        if (found) continue;
+        for (int64_t row = 0; row < call.rows; row++, next += call.in_features)
+            Widened<T>::widen(reinterpret_cast<const T*>(call.input) + row * call.input_row, call.in_features, next);
+    }
+    for (auto& one : all) each.push_back(&one);
+    together<Widened<T>>(each.data(), count);
+}
+
+template <class T>
+void products(const Linear* const* calls, int64_t count) {
+    if constexpr (sizeof(T) < 4 && !Product<T>::pairs)
+        if (calls[0]->rows >= WIDENED) return widened_together<T>(calls, count);
+    together<Product<T>>(calls, count);
+}
