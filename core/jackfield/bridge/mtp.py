@@ -126,7 +126,8 @@ def read_heads(model: PreTrainedModel, source: ModelSource) -> Any:
     with named(f"cannot read the heads in {folder}"), quiet(), _read_from(model, folder):
         heads = _Mtp.from_pretrained(model, device_map={"": device})
     for module in _own(heads):
-        module.to(model.dtype) if module is not None else None
+        if model.dtype != model.config.dtype:  # a live one that was cast
+            module.to(model.dtype)
         module.eval()
         module.requires_grad_(False)
     heads.config._attn_implementation = "sdpa" if type(model)._supports_sdpa else "eager"

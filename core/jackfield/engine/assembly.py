@@ -80,9 +80,10 @@ def assemble(
     """Bind everything, then put it into place. Where one fails, the model is as it was.
 
     Of a model that several processes share, `leader` has the others, and `free` bytes are free in
-    each of them. `heads` are the model's own for multi-token prediction. `beside` are the adapters that requests may name. `images` reads those of prompts,
-    or says why none are read; None: of a model for text. `sounds` makes features of sounds, or says
-    why nothing does; None: of a model that hears none.
+    each of them. `heads` are the model's own for multi-token prediction. `beside` are the adapters
+    that requests may name. `images` reads those of prompts, or says why none are read; None: of a
+    model for text. `sounds` makes features of sounds, or says why nothing does; None: of a model
+    that hears none.
     """
     offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
     whose = model.name_or_path or type(model).__name__

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step, StepBlock
@@ -15,6 +14,9 @@ from jackfield.engine.reading import Assistance
 from jackfield.engine.report import Observation, observe
 from jackfield.engine.token_translation import TokenTranslator, translator
 from jackfield.errors import ExecutionError, JackfieldError, error_text
+
+if TYPE_CHECKING:
+    import torch
 
 CHUNK = 512  # tokens of a prompt that a step of the draft model reads
 
