@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,7 @@ def checkpoint(family: str, share: float | None = None, heads: bool = True) -> s
     so that what follows a token hangs on that token, and drafts are often right.
     """
     folder = Path(tempfile.mkdtemp(prefix="jackfield-heads-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     count = HEADED[family][2]
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -114,4 +117,24 @@ def checkpoint(family: str, share: float | None = None, heads: bool = True) -> s
     return str(folder)
 
 
-__all__ = ["HEADED", "checkpoint", "headed_config", "model_class", "patterns"]
+def known(monkeypatch: Any) -> None:
+    """Have transformers know the weights of all these heads while a test runs."""
+    for family in HEADED:
+        where = "_keys_to_ignore_on_load_unexpected"
+        monkeypatch.setattr(model_class(family), where, patterns(family))
+
+
+@functools.cache
+def live(family: str, share: float | None = None) -> Any:
+    """The model of that checkpoint; only while its weights are `known`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint(family, share),
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+__all__ = ["HEADED", "checkpoint", "headed_config", "known", "live"]

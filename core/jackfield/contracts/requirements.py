@@ -262,7 +262,7 @@ class Requirements:
         if self.several_places:
             reasons.append(f"heads are read to one device, and weights go to {self.several_places}")
         if self.adapter or self.request_adapters:
-            reasons.append("no adapter changes the heads, which were trained without it")
+            reasons.append("heads were trained without an adapter, which changes what they read")
         return reasons
 
     @property

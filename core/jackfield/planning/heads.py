@@ -30,6 +30,11 @@ def with_heads(plan: Plan, source: ModelSource, *, as_it_is: bool) -> Plan:
             f"decoding {asked!r}: heads are read as they are stored, and weights are not with "
             f"{plan['quantizer'].registered}; drop quantization, or {_OTHER}"
         )
+    if plan.adapter is not None:
+        raise PlanError(
+            f"decoding {asked!r}: heads were trained without {plan.adapter}, which changes what "
+            f"they read; merge it and save the model with its heads, or {_OTHER}"
+        )
     found = heads_found(source, needs.dtype, _tensors(source, f"decoding {asked!r}"))
     a_layers = max(needs.kv_numbers, default=0) * BYTES[needs.dtype]
     heads = PlannedHeads(found.layers, found.weight_bytes, found.layers * a_layers)
