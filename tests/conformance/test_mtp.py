@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
