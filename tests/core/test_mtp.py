@@ -119,7 +119,8 @@ def test_a_transformers_that_makes_no_heads(monkeypatch: pytest.MonkeyPatch) -> 
 @needs_heads
 def test_a_model_whose_weights_of_heads_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     where = "_keys_to_ignore_on_load_unexpected"
-    monkeypatch.setattr(transformers.Glm4MoeForCausalLM, where, [])
+    for cls in (transformers.Glm4MoeForCausalLM, transformers.Glm4MoeModel):
+        monkeypatch.setattr(cls, where, [])
     text = "transformers does not know which weights of Glm4MoeForCausalLM they are"
     assert_wrong(PlanError, text, lambda: jackfield.plan(other("folder"), decoding="mtp"))
 
