@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _Mtp: Any = getattr(modeling_layers, "MtpModel", None)
 _Cache: Any = getattr(cache_utils, "MtpCache", None)
-_LAYERS = {"full_attention", "sliding_attention"}  # whose caches take tokens back
+#: Layers of a cache that keep the keys and values of a text, take some back, and nothing else.
+_LAYERS = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,26 @@ def heads_found(source: ModelSource, dtype: str, tensors: Collection[str]) -> He
     try:
         with quiet(), torch.device("meta"):
             made = _Mtp(model, model.config.num_mtp_layers)
-            kinds = set(getattr(made.config, "layer_types", None) or _LAYERS)
+            kept = cache_of(made).layers
     except Exception as error:
         raise PlanError(
             f"transformers makes no heads for multi-token prediction of this {who}: "
             f"{first_line(error)}; choose another decoding"
         ) from error
-    if not kinds <= _LAYERS:
+    if len(kept) != len(made.layers) or {*map(type, kept)} - {*_LAYERS} or not model._supports_sdpa:
         raise PlanError(
-            f"the heads of this {who} have layers of {', '.join(sorted(kinds - _LAYERS))}, which "
-            "take no token back; choose another decoding"
+            f"the heads of this {who} attend in another way than by keys and values in sdpa; "
+            "choose another decoding"
         )
     numbers = sum(p.numel() for module in _own(made) for p in module.parameters())
     return HeadsFound(len(made.layers), numbers * BYTES[dtype])
+
+
+def cache_of(made: Any) -> Any:
+    """A new cache for a text that the heads `made` read, which takes tokens back."""
+    cache = _Cache(config=made.config)
+    cache.activate_past_recording()
+    return cache
 
 
 def _own(heads: Any) -> list[nn.Module]:
@@ -130,7 +138,6 @@ def read_heads(model: PreTrainedModel, source: ModelSource) -> Any:
             module.to(model.dtype)
         module.eval()
         module.requires_grad_(False)
-    heads.config._attn_implementation = "sdpa" if type(model)._supports_sdpa else "eager"
     return heads
 
 
@@ -143,40 +150,6 @@ def _read_from(model: PreTrainedModel, folder: Path) -> Iterator[None]:
         yield
     finally:
         model.config.name_or_path = before
-
-
-class Heads:
-    """The heads at work on one text at a time, each with keys and values of its own."""
-
-    def __init__(self, made: Any) -> None:
-        self._made = made
-        self.layers = len(made.layers)
-        self.device = next(made.layers.parameters()).device
-
-    def cache(self) -> Any:
-        """A new cache for one text, that takes tokens back."""
-        cache = _Cache(config=self._made.config)
-        cache.activate_past_recording()
-        return cache
-
-    def read(
-        self, head: int, states: torch.Tensor, ids: list[int], first: int, cache: Any
-    ) -> torch.Tensor:
-        """What a head makes of `states`, `[1, n, hidden]`, and the tokens `ids` behind them.
-
-        The first of `ids` stands at the position `first`. `cache` grows by n.
-        """
-        placed = torch.tensor([ids], device=self.device)
-        positions = torch.arange(first, first + len(ids), device=self.device)[None]
-        found: torch.Tensor = self._made.forward_layer(
-            head, states, positions, cache, input_ids=placed
-        )
-        return found
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """`[1, vocab]` of the last of `states`."""
-        found: torch.Tensor = self._made._project_to_logits(states[:, -1])
-        return found
 
 
 class LastStates:

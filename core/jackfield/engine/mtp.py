@@ -8,24 +8,29 @@ not there for them. That makes guesses worse, and never a text.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.bridge.mtp import Heads, LastStates
+from jackfield.bridge.heads import Heads
+from jackfield.bridge.mtp import LastStates
 from jackfield.contracts import PackedKVCache, ScheduledSequence, Sequence, StepBlock
 from jackfield.engine.bound import BoundModel, vocab_size_of
 from jackfield.engine.drawing import drafting_settings, drawn
 from jackfield.engine.steps import RunningStep
 from jackfield.errors import ExecutionError, error_text
+from jackfield.guarded import all_of
 
 if TYPE_CHECKING:
     from jackfield.contracts import ModelInputs
 
 CHUNK = 512  # states that wait to be read, at most, and how many are read at once
+TOGETHER = 8192  # tokens of all texts that are read in one call, at most, unless one has more
 
 
 @dataclass(slots=True)
@@ -68,7 +73,10 @@ class HeadDrafts:
         self._who = type(bound.model).__name__
         self._block = StepBlock(self._heads.device)
         self._texts: dict[int, _Text] = {}
-        self.install = self._states.install
+
+    def install(self) -> Callable[[], None]:
+        """Take hidden states from now on. Returns what ends that."""
+        return partial(all_of, [self._states.install(), self._heads.install()])
 
     def take(self, step: RunningStep, inputs: ModelInputs) -> None:
         """Take the hidden states of a step that was just computed, and read long prompts."""
@@ -110,48 +118,81 @@ class HeadDrafts:
         """A draft of each head for each sequence, at most `max_drafts[i]`, ending with one less
         likely than `confidence_threshold[i]`; none where the last step's states are not known.
         """
-        found = []
+        found: dict[int, list[tuple[int, float]]] = {}
+        for group in self._groups(filter(None, map(self._ready, sequences))):
+            found |= self._drafts(group)
+        drafts = []
         for one, room, least in zip(sequences, max_drafts, confidence_threshold, strict=True):
-            text = self._texts.get(one.id)
-            last = len(one.tokens) - 1  # was chosen, and never fed
-            ready = text is not None and text.read < last <= text.end
-            drafts = self._drafts(text, one, last - text.read) if text and ready else []
-            sure = next((i for i, (_, p) in enumerate(drafts) if not p >= least), room)
-            found.append([token for token, _ in drafts[: min(room, sure + 1)]])
-        return found
+            own = found.get(one.id, [])
+            sure = next((i for i, (_, p) in enumerate(own) if not p >= least), room)
+            drafts.append([token for token, _ in own[: min(room, sure + 1)]])
+        return drafts
 
-    def _drafts(self, text: _Text, sequence: Sequence, count: int) -> list[tuple[int, float]]:
-        """One draft of each head, with its probability, by the `count` states before the end."""
+    def _ready(self, sequence: Sequence) -> _Text | None:
+        """Its text, up to the last token, if the states before this one are known."""
+        text, last = self._texts.get(sequence.id), len(sequence.tokens) - 1
+        if text is None or not text.read < last <= text.end:
+            return None
         text.copy.tokens, text.copy.prompt_length = sequence.tokens, sequence.prompt_length
-        drafts: list[tuple[int, float]] = []
-        states, first = text.states[:, :count], text.read + 1
-        ids = sequence.tokens[first:]
+        text.states = text.states[:, : last - text.read]
+        return text
+
+    def _groups(self, texts: Iterable[_Text]) -> Iterator[list[_Text]]:
+        """Those that are read in one call: their keys and values are laid side by side for it."""
+        group: list[_Text] = []
+        for text in texts:
+            if group and sum(one.end for one in (*group, text)) > TOGETHER:
+                yield group
+                group = []
+            group.append(text)
+        if group:
+            yield group
+
+    def _drafts(self, texts: list[_Text]) -> dict[int, list[tuple[int, float]]]:
+        """One draft of each head, with its probability, for each of `texts`, by its `id`."""
+        states = torch.cat([text.states for text in texts], 1)
+        lasts = list(accumulate(text.states.shape[1] for text in texts))
+        at = torch.tensor(lasts, device=states.device) - 1
+        ids = [text.copy.tokens[text.read + 1 :] for text in texts]
+        copies = [text.copy for text in texts]
+        drafts: list[list[int]] = [[] for _ in texts]
+        found: list[list[tuple[int, float]]] = [[] for _ in texts]
         with self._guarded():
             for head in range(self._heads.layers):
-                states = self._heads.read(head, states, ids, first + head, text.cache)
-                before = [token for token, _ in drafts]
-                logits = self._heads.logits(states)
-                drafts += drawn([text.copy], [before], logits, self._block)
-                ids = [*ids[1:], drafts[-1][0]]
-            # What later heads have read of drafts may be wrong, and is read again.
-            again = min(count, self._heads.layers - 1)
-            text.cache.crop(-again)
-        self._keep(text, count - again, count)
-        return drafts
+                states = self._layer(head, states, ids, texts)
+                logits = self._heads.logits(states[0].index_select(0, at))
+                chosen = drawn(copies, drafts, logits, self._block)
+                for i, (token, probability) in enumerate(chosen):
+                    ids[i] = [*ids[i][1:], token]
+                    drafts[i].append(token)
+                    found[i].append((token, probability))
+            for text in texts:
+                # What later heads have read of drafts may be wrong, and is read again.
+                count = text.states.shape[1]
+                again = min(count, self._heads.layers - 1)
+                text.cache.crop(-again)
+                self._keep(text, count - again)
+        return {text.copy.id: own for text, own in zip(texts, found, strict=True)}
 
     def _read(self, text: _Text, tokens: list[int], count: int) -> None:
         """Read `count` states behind whose last there are tokens for every head."""
         states, first = text.states[:, :count], text.read + 1
         with self._guarded():
             for head in range(self._heads.layers):
-                at = first + head
-                states = self._heads.read(head, states, tokens[at : at + count], at, text.cache)
+                ids = tokens[first + head : first + head + count]
+                states = self._layer(head, states, [ids], [text])
             text.cache.crop(0)
-        self._keep(text, count, text.states.shape[1])
+        self._keep(text, count)
 
-    def _keep(self, text: _Text, read: int, end: int) -> None:
-        """`read` of the states were read; those up to `end` stay. No step's tensor is held."""
-        text.states = text.states[:, read:end].clone()
+    def _layer(
+        self, head: int, states: torch.Tensor, ids: list[list[int]], texts: list[_Text]
+    ) -> torch.Tensor:
+        firsts = [text.read + 1 + head for text in texts]
+        return self._heads.read(head, states, ids, firsts, [text.cache for text in texts])
+
+    def _keep(self, text: _Text, read: int) -> None:
+        """`read` of the states were read, the others stay. No step's tensor is held."""
+        text.states = text.states[:, read:].clone()
         text.read += read
 
     @contextlib.contextmanager
