@@ -233,6 +233,31 @@ def test_heads_that_rest_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(most) < 2 * 4 + 3
 
 
+@pytest.mark.parametrize("together", [1, 30, 8192])
+@pytest.mark.parametrize("family", ["deepseek-v3", "mellum"])
+def test_texts_are_read_side_by_side_as_alone(
+    family: str, together: int, drafted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mtp, "TOGETHER", together)
+    _, ours = drafted
+    texts, calls = prompts(LENGTHS), []
+    with load(family) as engine:
+        inner = engine._loop.heads._layer
+
+        def layer(head: int, states: Any, ids: Any, rows: Any) -> Any:
+            calls.append(len(rows))
+            return inner(head, states, ids, rows)
+
+        engine._loop.heads._layer = layer
+        engine.generate(texts, max_new_tokens=COUNT)
+        found, most = dict(ours), max(calls)
+        ours.clear()
+        for text in texts:
+            engine.generate(text, max_new_tokens=COUNT)
+    assert found == ours
+    assert most == {1: 1, 30: 2, 8192: len(texts)}[together]
+
+
 def test_a_draft_model_may_stand_beside() -> None:
     offered = {"heads": MTP, "small": "assisted?min_acceptance_rate=0&min_speedup=0"}
     texts, model = prompts(LENGTHS), live("mellum", FAINT)

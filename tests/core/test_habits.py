@@ -242,7 +242,7 @@ ANSWERED: list[tuple[dict[str, Any], str]] = [
     ({"use_mtp": True, "decoding": "sample"}, "mtp', and decoding='sample' is given too; give"),
     ({"use_mtp": True, "num_beams": 2}, "two decodings"),
     ({"use_mtp": "yes"}, "use_mtp must be True or False, not 'yes'"),
-    ({"use_mtp": True}, "decoding='mtp' cannot run LlamaForCausalLM here: mtp .*none .num_mtp_lay"),
+    ({"use_mtp": True}, "mtp' cannot run LlamaForCausalLM here: mtp .*none .num_mtp_lay"),
     ({"atn_implementation": "sdpa"}, "did you mean 'attn_implementation'"),
     ({"temprature": 1.0}, "did you mean 'temperature'"),
     ({"quantization": {"load_in_4bit": True}}, r"BitsAndBytesConfig\(…\)"),

@@ -126,6 +126,13 @@ def test_a_model_whose_weights_of_heads_nobody_knows(monkeypatch: pytest.MonkeyP
 
 
 @needs_heads
+def test_heads_that_attend_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.Glm4MoeForCausalLM, "_supports_sdpa", False)
+    text = "heads of this Glm4MoeForCausalLM attend in another way .*; choose another decoding"
+    assert_wrong(PlanError, text, lambda: jackfield.plan(headed_config("glm4-moe"), decoding="mtp"))
+
+
+@needs_heads
 def test_weights_of_which_one_is_missing(tmp_path: Any) -> None:
     from safetensors.torch import load_file, save_file
 
