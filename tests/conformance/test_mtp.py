@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from drafting import draft_of, repetitive
 from driven import Arrival, drive, tokens
 from families import WINDOW, character_tokenizer, oracle, prompts
@@ -101,6 +102,21 @@ def test_texts_and_drafts_are_those_of_transformers(
             assert len(ours) > COUNT
             assert all(drafts == theirs[text][: len(drafts)] for text, drafts in ours.items())
             assert max(map(len, ours.values())) == heads
+
+
+def test_heads_that_read_states_before_the_norm(drafted: Any) -> None:
+    theirs, ours = drafted
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint("glm4-moe"), dtype=torch.float64, experts_implementation="eager"
+    )
+    model.config.tie_last_hidden_states = False
+    model.generation_config.pad_token_id = 0
+    (prompt,) = prompts((WINDOW,))
+    model.generate(torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False, use_mtp=True)
+    with jackfield.load(model, decoding=MTP) as engine:
+        engine.generate(prompt, max_new_tokens=COUNT)
+    assert len(ours) > 5
+    assert all(drafts == theirs[text][: len(drafts)] for text, drafts in ours.items())
 
 
 @pytest.mark.parametrize("family", HEADED)
