@@ -255,6 +255,7 @@ def test_loading_by_transformers_name_for_it() -> None:
         assert found.report["decoding"].name == "sample"
 
 
+@needs_heads
 def test_an_engine_that_has_none_says_how_to_have_one(caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama")
     model.generation_config.use_mtp = True  # data never selects code
