@@ -39,7 +39,11 @@ class Heads:
         key = f"{KEY}heads-{next(_serial)}"
         AttentionInterface.register(key, self._parted.attend)
         self._made.config._attn_implementation_internal = key
-        return lambda: AttentionInterface._global_mapping.pop(key, None) and None
+
+        def remove() -> None:
+            AttentionInterface._global_mapping.pop(key, None)
+
+        return remove
 
     def cache(self) -> Any:
         """A new cache for one text, that takes tokens back."""

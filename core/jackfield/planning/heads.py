@@ -11,7 +11,8 @@ from jackfield.bridge.mtp import checkpoint_of, heads_found
 from jackfield.bridge.source import ModelSource
 from jackfield.contracts.requirements import BYTES
 from jackfield.errors import PlanError
-from jackfield.planning.planning import Plan, PlannedHeads
+from jackfield.planning.memory import PlannedHeads
+from jackfield.planning.planning import Plan
 
 _OTHER = "choose another decoding"
 

@@ -12,33 +12,12 @@ from jackfield.bridge.placement import Placement
 from jackfield.contracts import Requirements
 from jackfield.devices import free_bytes, numbered
 from jackfield.errors import JackfieldError
-from jackfield.planning.memory import CacheMemory, StepLimits, step_bytes
+from jackfield.planning.memory import CacheMemory, PlannedHeads, StepLimits, step_bytes
 from jackfield.planning.solving import UNRECORDED, Refusal, reasons_of
 from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO
-from jackfield.units import in_units
 
 logger = logging.getLogger("jackfield")
-
-
-@dataclass(frozen=True)
-class PlannedHeads:
-    """A model's own heads for multi-token prediction, which its decodings draft with.
-
-    `layers` of them; their weights take `weight_bytes`, a token that they have read `token_bytes`
-    in all of them.
-    """
-
-    layers: int
-    weight_bytes: int
-    token_bytes: int
-
-    def __str__(self) -> str:
-        count = f"{self.layers} head{'s' if self.layers > 1 else ''}"
-        return (
-            f"{count} for multi-token prediction, {in_units(self.weight_bytes)}, and "
-            f"{self.token_bytes:,} bytes for each token of a text"
-        )
 
 
 @dataclass(frozen=True)
