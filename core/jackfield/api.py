@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.image_reader import ImageReader
+from jackfield.bridge.mtp import read_heads
 from jackfield.bridge.sounds import SoundReader, sound_reader
 from jackfield.bridge.tokenizer_files import tokenizer_of
 from jackfield.devices import refuse_autocast
@@ -231,6 +232,7 @@ class Prepared:
                 stall_after=self.spec.stall_after,
                 verify=steps_of(self.spec.verify),
                 assistance=draft,
+                heads=None if self.plan.heads is None else read_heads(model, self.job.source),
                 leader=shared if isinstance(shared, Leader) else None,
                 free=free,
                 beside=beside,

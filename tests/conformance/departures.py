@@ -22,6 +22,7 @@ from jackfield.requests.vocabulary import (
     FILLED_IN,
     LOOP,
     REFUSED,
+    USE_MTP,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "departures.md"
@@ -37,6 +38,8 @@ def honoured() -> dict[str, set[str]]:
             found.setdefault(name, set()).add(registered.name)
         if registered.backend.capabilities.assistant:  # type: ignore[attr-defined]
             found.setdefault(EARLY_EXIT, set()).add(registered.name)
+        if registered.backend.capabilities.heads:  # type: ignore[attr-defined]
+            found.setdefault(USE_MTP, set()).add(registered.name)
     return found
 
 

@@ -18,6 +18,7 @@ from jackfield.testing.subject import uninstalled
 from jackfield.testing.suites import checks_of
 from jackfield_plugins.decoding.assisted import Assisted
 from jackfield_plugins.decoding.beam import Beam
+from jackfield_plugins.decoding.mtp import Mtp
 from jackfield_plugins.decoding.prompt_lookup import PromptLookup
 from jackfield_plugins.decoding.sample import Sample
 
@@ -67,7 +68,7 @@ class OneLayer(Assisted):
 
 RIGHT: dict[str, Callable[[], Decoding]] = {
     "sample": Sample, "assisted": Assisted, "beam": Beam, "prompt_lookup": PromptLookup,
-    "one-layer": OneLayer,
+    "one-layer": OneLayer, "mtp": Mtp,
     "lookup": of(Lookup), "again": of(Again), "bare": Bare,
 }  # fmt: skip
 

@@ -38,6 +38,7 @@ from jackfield.bridge.footprint import (
 )
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.model_layers import attention_modules, layer_types, replaceable, windows
+from jackfield.bridge.mtp import without_heads
 from jackfield.bridge.probe import Call, Probe, irregular, probe, seen_features
 from jackfield.bridge.quirks import (
     COUNTS_ROWS,
@@ -156,6 +157,7 @@ def describe(
         context_length=_context_length(model, text),
         encoder=f"{type(model).__name__} has an encoder" if has_encoder(config) else None,
         encoder_length=_encoder_length(model),
+        no_heads=without_heads(model),
         kv_numbers=seen.cached,
         **(shapes_by_layer(calls, len(types)) if heads else _nothing_but_states(seen)),
         token_numbers=numbers_of_a_token(model),

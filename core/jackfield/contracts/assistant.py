@@ -1,4 +1,4 @@
-"""The draft model that a decoding strategy may ask for."""
+"""The draft model that a decoding strategy may ask for, or the heads of the model itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from jackfield.contracts.sequences import Sequence
 
 
 class Assistant(Protocol):
-    """A draft model, bound to a plan of its own."""
+    """A draft model, bound to a plan of its own; or the model's own heads, of which each drafts one
+    token, and none where the model's hidden states before the last token are not known.
+    """
 
     #: how many tokens it can read at most; None: any number
     context_length: int | None

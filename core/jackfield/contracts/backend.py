@@ -41,7 +41,8 @@ class BindContext:
         config: The model's config.
         requirements: The job, with what all kinds imply.
         options: An instance of the backend's own `options` class.
-        assistant: The draft model, of a decoding that declares one.
+        assistant: The draft model, of a decoding that declares one; the model's heads, of one that
+            declares `heads`.
         tokenizer: What a quantizer may measure texts with; None where the model has none.
         step_bytes: What a cache leaves free on its device for the memory of steps, in bytes.
         memory_share: The share of the rest that a cache may take; below 1 where the engine has

@@ -53,6 +53,8 @@ class DecodingCapabilities:
         assistant: It needs a draft model, which is then `BindContext.assistant`: one of its own,
             or the model's own first layers (`Decoding.early_exit`).
         forks: It is a `Search`, which goes on with copies of a sequence.
+        heads: It drafts with the model's own heads for multi-token prediction (`num_mtp_layers`),
+            which are then `BindContext.assistant`; a model without them is refused.
 
     Raises:
         ValueError: `settings` is no set.
@@ -62,6 +64,7 @@ class DecodingCapabilities:
     rollback: bool = False
     assistant: bool = False
     forks: bool = False
+    heads: bool = False
 
     def __post_init__(self) -> None:
         names(self.settings, "setting")
@@ -251,21 +254,25 @@ class Decoding(Backend):
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         """Drafts make results depend on the batch: they are fed as space allows.
 
-        So do beams, which are fed in other pieces once they were preempted.
+        So do beams, which are fed in other pieces once they were preempted. With `heads`: what
+        stands against the model's own.
 
         Args:
             requirements: The job, with what the kinds decided before imply.
             options: An instance of `options`.
         """
         del options
+        heads = requirements.heads_lack if self.capabilities.heads else []
+        against = [f"needs heads for multi-token prediction: {why}" for why in heads]
         if not requirements.batch_invariant:
-            return []
+            return against
         found = []
         if self.capabilities.rollback:
             found.append("feeds drafts where there is room for them")
         if self.capabilities.forks:
             found.append("feeds beams in other pieces after a preemption")
-        return [f"{why}, so bits depend on what else runs (deterministic=True)" for why in found]
+        why = "so bits depend on what else runs (deterministic=True)"
+        return against + [f"{what}, {why}" for what in found]
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         """That the cache can take tokens back (`rollback`), or copy sequences (`forks`).
@@ -312,7 +319,8 @@ class Decoding(Backend):
         """Return the strategy for one engine. Called once a model.
 
         Args:
-            context: `assistant` is the draft model, where `capabilities` ask for one.
+            context: `assistant` is the draft model, or the model's heads, where `capabilities` ask
+                for one.
 
         Returns:
             A `Strategy`; a `Search` where `capabilities.forks`.
@@ -324,6 +332,8 @@ class Decoding(Backend):
             found.append("`capabilities` must be a DecodingCapabilities")
             return found
         own = self.capabilities
+        if own.heads and (own.assistant or not own.rollback):
+            found.append("one with heads=True has rollback=True and no draft model (assistant)")
         possible = SAMPLER_SETTINGS | (DRAFT_SETTINGS if own.rollback else set())
         if untrue := own.settings - possible - (BEAM_SETTINGS if own.forks else set()):
             found.append(

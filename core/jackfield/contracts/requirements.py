@@ -124,6 +124,8 @@ class Requirements:
         encoder: The model, evidence: an encoder reads the prompt, once, and a sequence is what the
             decoder says.
         encoder_length: The model: how many tokens its encoder reads at most; None: no limit.
+        no_heads: The model: why it has no heads for multi-token prediction that can draft; None:
+            transformers makes some of its config.
         experts_implementation: The model: how mixture-of-experts layers have to be computed, where
             transformers' default does not do.
         execution_devices: Placement: the devices that layers compute on, the one where a step
@@ -191,6 +193,7 @@ class Requirements:
     plain_matrices: str | None = None
     encoder: str | None = None
     encoder_length: int | None = None
+    no_heads: str | None = "nobody has looked for them"
     experts_implementation: str | None = None
     execution_devices: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
@@ -248,6 +251,19 @@ class Requirements:
         if "linear_attention" in self.layer_types and self.layout != "packed":
             return "linear-attention layers"
         return self.features.get("bidirectional_prefix") or self.pieces
+
+    @property
+    def heads_lack(self) -> list[str]:
+        """Why nothing can be drafted with the model's own heads; empty: there is no reason."""
+        reasons = [self.no_heads] if self.no_heads else []
+        reasons += one_process(self, "heads read one process's hidden states")
+        if self.compiled:
+            reasons.append("compiled steps do not show the hidden states that heads read")
+        if self.several_places:
+            reasons.append(f"heads are read to one device, and weights go to {self.several_places}")
+        if self.adapter or self.request_adapters:
+            reasons.append("heads were trained without an adapter, which changes what they read")
+        return reasons
 
     @property
     def no_grouped_experts(self) -> str:

@@ -22,6 +22,7 @@ from jackfield.engine.decoder import Decoder, strategies_of
 from jackfield.engine.introspection import Introspection
 from jackfield.engine.leading import SharedCache, shared_forward
 from jackfield.engine.loop import Loop
+from jackfield.engine.mtp import HeadDrafts
 from jackfield.engine.observer import Observer
 from jackfield.engine.prompt_images import ImageIntake
 from jackfield.engine.reading import Assistance
@@ -69,6 +70,7 @@ def assemble(
     stall_after: float,
     verify: int,
     assistance: Assistance | None,
+    heads: Any = None,
     leader: Leader | None = None,
     free: int | None = None,
     beside: Beside | None = None,
@@ -78,9 +80,10 @@ def assemble(
     """Bind everything, then put it into place. Where one fails, the model is as it was.
 
     Of a model that several processes share, `leader` has the others, and `free` bytes are free in
-    each of them. `beside` are the adapters that requests may name. `images` reads those of prompts,
-    or says why none are read; None: of a model for text. `sounds` makes features of sounds, or says
-    why nothing does; None: of a model that hears none.
+    each of them. `heads` are the model's own for multi-token prediction. `beside` are the adapters
+    that requests may name. `images` reads those of prompts, or says why none are read; None: of a
+    model for text. `sounds` makes features of sounds, or says why nothing does; None: of a model
+    that hears none.
     """
     offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
     whose = model.name_or_path or type(model).__name__
@@ -97,7 +100,8 @@ def assemble(
         draft = None if assistance is None else draft_model(assistance, bound, text)
         models = [bound] if draft is None else [bound, draft.bound]
         held += [one.close for one in models[1:]]
-        decoder = Decoder(*strategies_of(bound, draft, text.vocab_size), structures)
+        drafting = None if heads is None else HeadDrafts(bound, heads)
+        decoder = Decoder(*strategies_of(bound, draft, drafting, text.vocab_size), structures)
         loop = Loop(*_steps(bound, leader), decoder, schedule, limits)
         loop.overlaps = leader is None and bound.overlaps  # other processes are told what is fed
         intake = None if images is None else ImageIntake(images, image_token(model), limits.cuts)
@@ -114,6 +118,9 @@ def assemble(
             loop.adapting = bound.adapters.adapting
         # A backend that fails to bind must leave a live model as it was, so this comes last.
         restore = install_all(models)
+        if drafting is not None:
+            loop.heads = drafting
+            restore.append(drafting.install())
         for one in models:
             settle(one.model)
             one.record(limits.max_batch_size)

@@ -1,31 +1,24 @@
-"""A draft model at work: it continues copies of sequences, in batches, from a cache of its own.
-
-Drafts are drawn by the same random numbers that the model's sampler will use at those positions,
-through the same settings. Where the two distributions are close, both draw the same token: a
-maximal-overlap coupling up to the order of tokens, without either knowing the other's distribution
-(the communication-free setting of Daliri, Musco and Suresh 2024, arXiv:2408.07978).
-"""
+"""A draft model at work: it continues copies of sequences, in batches, from a cache of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from types import MappingProxyType
-
-import torch
+from typing import TYPE_CHECKING
 
 from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step, StepBlock
 from jackfield.engine.bound import BoundModel, vocab_size_of
+from jackfield.engine.drawing import ENDLESS, drafting_settings, drawn
 from jackfield.engine.reading import Assistance
 from jackfield.engine.report import Observation, observe
 from jackfield.engine.token_translation import TokenTranslator, translator
 from jackfield.errors import ExecutionError, JackfieldError, error_text
-from jackfield.sampling.pipeline import Pipeline
-from jackfield.sampling.rows import RowMap
+
+if TYPE_CHECKING:
+    import torch
 
 CHUNK = 512  # tokens of a prompt that a step of the draft model reads
-ENDLESS = 1 << 40
 
 
 @dataclass(slots=True)
@@ -109,13 +102,7 @@ class DraftModel:
         if not self.translator.same:
             return Settings(max_new_tokens=ENDLESS, cache_salt=own.cache_salt)
         size = self.bound.model.config.get_text_config(decoder=True).vocab_size
-        known = {ids: b for ids, b in own.sequence_bias.items() if max(ids) < size}
-        eos = tuple(token for token in own.eos_token_ids if token < size)
-        return own._replace(
-            max_new_tokens=ENDLESS, logits_processor=(), logprobs=None,
-            output_logits=False, output_scores=False, guidance_scale=1.0, watermark=None,
-            sequence_bias=MappingProxyType(known), eos_token_ids=eos,
-        )  # fmt: skip
+        return drafting_settings(own, size)
 
     def _truncate(self, copy: Sequence, tokens: list[int]) -> None:
         """Take back what the cache holds of rejected drafts; at least one token is fed again."""
@@ -198,14 +185,10 @@ class DraftModel:
 
     def _choose(self, guesses: list[_Guess], logits: torch.Tensor) -> None:
         assert self._block is not None
-        rows = RowMap.drafting([guess.copy for guess in guesses], [g.drafts for g in guesses])
-        pipeline = Pipeline.of(rows, logits.shape[-1], self._block)
-        probabilities = logits.float().softmax(-1)  # before `choose` may change the logits
-        tokens, _, _ = pipeline.choose(logits)
-        likely = probabilities.gather(1, tokens[:, None])[:, 0]
-        chosen = torch.stack([tokens.to(likely.dtype), likely], 1).tolist()
+        copies = [guess.copy for guess in guesses]
+        chosen = drawn(copies, [guess.drafts for guess in guesses], logits, self._block)
         for guess, (token, probability) in zip(guesses, chosen, strict=True):
-            guess.drafts.append(int(token))
+            guess.drafts.append(token)
             if not probability >= guess.confidence_threshold:  # also where it is not a number
                 guess.room = len(guess.drafts)
 

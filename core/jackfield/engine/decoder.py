@@ -17,6 +17,7 @@ from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.checked_search import CheckedSearch, checked
 from jackfield.engine.draft_timing import DraftTiming
+from jackfield.engine.mtp import HeadDrafts
 from jackfield.engine.searching import Searcher
 from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.engine.speculation import Resting, Speculation, total
@@ -328,14 +329,15 @@ def _rows(
 
 
 def strategies_of(
-    model: BoundModel, draft: DraftModel | None, vocab_size: int
+    model: BoundModel, draft: DraftModel | None, heads: HeadDrafts | None, vocab_size: int
 ) -> tuple[dict[str, Strategy], frozenset[str]]:
     """The strategies of the plan, bound and checked, and the names of those that draft."""
     bound: dict[str, Strategy] = {}
     drafting = set()
     for name, choice in model.plan.decodings.items():
+        assistant = heads if choice.backend.capabilities.heads else draft
         strategy = choice.registered.bind(
-            replace(model.context("decoding", choice), assistant=draft)
+            replace(model.context("decoding", choice), assistant=assistant)
         )
         if isinstance(strategy, Search) != choice.backend.capabilities.forks:
             what = f"bind returned {quoted(strategy)}, and only a Search declares forks=True"

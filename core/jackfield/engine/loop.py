@@ -21,6 +21,7 @@ from jackfield.engine.ahead import Begun, feed, unread
 from jackfield.engine.batch_limits import UNLIMITED, BatchLimits
 from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.decoder import Decoder
+from jackfield.engine.mtp import HeadDrafts
 from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.engine.stateful import StatefulCache
 from jackfield.engine.statistics import Metrics
@@ -72,6 +73,7 @@ class Loop:
         self.adapting: Callable[[RunningStep, ModelInputs], AbstractContextManager[None]] = _plain
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
         self.images: StepImages | StepFeatures | None = None
+        self.heads: HeadDrafts | None = None
         self._take = _taken
         self.steps = 0
         self.turns = 0  # steps that were begun: what was observed before one is past after it
@@ -152,6 +154,8 @@ class Loop:
         with self.adapting(step, inputs):
             self.doing = "the model's forward call"
             logits = self.forward(inputs)
+            if self.heads is not None:
+                self.heads.take(step, inputs)
             self.doing = None
             if self.verifying is not None:
                 self.verifying(step, inputs, logits)

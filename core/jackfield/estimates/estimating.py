@@ -166,6 +166,7 @@ def _check_counted(planned: Plan) -> None:
     where = planned.placement
     for stray, what, instead in (
         (planned.assistant, "a draft model", _without(planned.assistant)),
+        (planned.heads, "a model's own heads", "ask without the decoding"),
         (where is not None and where.spread, "weights in several places", "name one device"),
     ):
         if stray:

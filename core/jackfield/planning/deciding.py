@@ -31,6 +31,7 @@ from jackfield.planning.beside import DEFAULT, Beside, found_beside, plain, with
 from jackfield.planning.device_map import Asked, asked
 from jackfield.planning.encoder import check_goes_with
 from jackfield.planning.fitting import check_size
+from jackfield.planning.heads import with_heads
 from jackfield.planning.placing import first_device, place
 from jackfield.planning.planning import Plan
 from jackfield.planning.selecting import decide
@@ -83,7 +84,8 @@ class Job:
         plan = self.with_layers(plan)
         self._check_adapter(plan)
         held = {name: found.adapter for name, found in (self.beside or {}).items()}
-        return replace(plan, placement=where, adapter=self._adapter(), adapters=held)
+        plan = replace(plan, placement=where, adapter=self._adapter(), adapters=held)
+        return with_heads(plan, self.source, as_it_is=_as_it_is(plan))
 
     def held(self, plan: Plan, most: int) -> Beside | None:
         """The adapters that an engine computes beside the layers; None: PEFT does, or nobody."""

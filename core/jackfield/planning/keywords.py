@@ -26,6 +26,10 @@ _PAGED = "paged|"
 _HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(:(?P<function>\w+))?")
 
 
+#: What chooses a decoding and is no option of it.
+_CHOOSING = ("assistant_model", "use_mtp")
+
+
 def in_our_words(given: Mapping[str, Any], known: Collection[str], call: str) -> dict[str, Any]:
     """The arguments of `call`, which takes `known`, from what a transformers user writes.
 
@@ -127,12 +131,16 @@ def _with_decoding(found: dict[str, Any], given: Mapping[str, Any]) -> dict[str,
     said = {n: given[n] for n in (*DECODINGS, *DECODING_OPTIONS) if given.get(n) is not None}
     if said.get("num_beams") == 1 and said["num_beams"] is not True:
         del said["num_beams"]
+    if not isinstance(heads := said.get("use_mtp", False), bool):
+        raise UsageError(f"use_mtp must be True or False, not {_shown('use_mtp', heads)}")
+    if not heads:
+        said.pop("use_mtp", None)
     named = [name for name in DECODINGS if name in said]
     if len({DECODINGS[name] for name in named}) > 1:
         both = " and ".join(f"{name}=…" for name in named)
         raise UsageError(f"{both} name two decodings; write decoding={{'NAME': 'plugin:…', …}}")
     backend = DECODINGS[named[0]] if named else None
-    options = {name: value for name, value in said.items() if name != "assistant_model"}
+    options = {name: value for name, value in said.items() if name not in _CHOOSING}
     if stray := [n for n in options if {**DECODINGS, **DECODING_OPTIONS}[n] != backend]:
         owner = {**DECODINGS, **DECODING_OPTIONS}[stray[0]]
         raise UsageError(
@@ -144,7 +152,7 @@ def _with_decoding(found: dict[str, Any], given: Mapping[str, Any]) -> dict[str,
     selected = Selection(backend, None, {n: str(v) for n, v in options.items()})
     if found.get("decoding", AUTO) == AUTO:
         found["decoding"] = str(selected)
-    elif options:
+    elif options or "use_mtp" in said:
         raise UsageError(
             f"{named[0]}={said[named[0]]!r} stands for decoding={str(selected)!r}, and "
             f"decoding={found['decoding']!r} is given too; give one"

@@ -29,6 +29,26 @@ class StepLimits:
     drafts: int = 0
 
 
+@dataclass(frozen=True)
+class PlannedHeads:
+    """A model's own heads for multi-token prediction, which its decodings draft with.
+
+    `layers` of them; their weights take `weight_bytes`, a token that they have read `token_bytes`
+    in all of them.
+    """
+
+    layers: int
+    weight_bytes: int
+    token_bytes: int
+
+    def __str__(self) -> str:
+        count = f"{self.layers} head{'s' if self.layers > 1 else ''}"
+        return (
+            f"{count} for multi-token prediction, {in_units(self.weight_bytes)}, and "
+            f"{self.token_bytes:,} bytes for each token of a text"
+        )
+
+
 def step_bytes(needs: Requirements, limits: StepLimits) -> int:
     """What to leave free for a step beside weights and cache, in bytes; on the CPU nothing is.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jackfield.bridge.adapter import Adapter
@@ -12,7 +12,7 @@ from jackfield.bridge.placement import Placement
 from jackfield.contracts import Requirements
 from jackfield.devices import free_bytes, numbered
 from jackfield.errors import JackfieldError
-from jackfield.planning.memory import CacheMemory, StepLimits, step_bytes
+from jackfield.planning.memory import CacheMemory, PlannedHeads, StepLimits, step_bytes
 from jackfield.planning.solving import UNRECORDED, Refusal, reasons_of
 from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO
@@ -29,7 +29,8 @@ class Plan:
     `decodings` are the strategies that requests can choose by name, the default first; `assistant`
     is the plan of their draft model. `kernels` stand in for layers. `limits` are those of a step:
     the defaults of an engine, until one is made. `early_exit` of a draft model: it is the model's
-    own first so many layers, which are read once; None: it is another model.
+    own first so many layers, which are read once; None: it is another model. `heads` are the
+    model's own that its decodings draft with.
     """
 
     requirements: Requirements
@@ -43,6 +44,7 @@ class Plan:
     kernels: tuple[Choice, ...] = ()
     limits: StepLimits = field(default_factory=StepLimits)
     early_exit: int | None = None
+    heads: PlannedHeads | None = None
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
@@ -153,13 +155,15 @@ class Plan:
         """The bytes that steps take on the device, and the share of the rest for this plan's cache.
 
         Where a draft model is on the same device, its steps are counted too, and the rest is shared
-        so that both models hold as many tokens.
+        so that both models hold as many tokens; so do the model's own heads.
         """
         own, other = self.step_bytes(), self._beside
-        if other is None:
+        heads = self.heads.token_bytes if self.heads else 0
+        if other is None and not heads:
             return own, 1.0
-        mine, theirs = self.token_bytes(), other.token_bytes()
-        return own + other.step_bytes(), mine / (mine + theirs)
+        steps, theirs = (other.step_bytes(), other.token_bytes()) if other else (0, 0)
+        mine = self.token_bytes()
+        return own + steps, mine / (mine + theirs + heads)
 
     def room_beside(self, taken: int) -> tuple[int, float]:
         """The same for the cache of its draft model, once its own cache has `taken` bytes."""
@@ -168,8 +172,9 @@ class Plan:
             return (0, 1.0) if self.assistant is None else (self.assistant.step_bytes(), 1.0)
         steps, share = self.room()
         left = max(1, (free_bytes(self.device) or 0) - steps)
-        as_many = taken * other.token_bytes() / self.token_bytes()  # where its own size was fixed
-        return steps, min(1.0, max((1 - share) * (left + taken), as_many) / left)
+        ratio = other.token_bytes() / self.token_bytes()
+        as_many = taken * ratio  # where its own size was fixed
+        return steps, min(1.0, max(share * ratio * (left + taken), as_many) / left)
 
     @property
     def device(self) -> str | None:
@@ -184,9 +189,13 @@ class Plan:
 
     def step_bytes(self) -> int:
         """What to leave free for a step beside weights and cache, in bytes."""
-        drafts = (c.registered.size("max_drafts", c.options) for c in self.decodings.values())
-        limits = replace(self.limits, drafts=max((n or 0 for n in drafts), default=0))
-        return step_bytes(self.requirements, limits)
+        drafts = max(map(self._max_drafts, self.decodings.values()), default=0)
+        return step_bytes(self.requirements, replace(self.limits, drafts=drafts))
+
+    def _max_drafts(self, decoding: Choice) -> int:
+        if self.heads is not None and decoding.backend.capabilities.heads:
+            return self.heads.layers
+        return decoding.registered.size("max_drafts", decoding.options) or 0
 
     def token_bytes(self) -> int:
         """What a token's keys and values take; 1 where it is unknown."""
@@ -209,10 +218,11 @@ class Plan:
 
     def _loading(self, device: str | None) -> int:
         """The bytes of weights that are still to come to a device."""
+        heads = self.heads.weight_bytes if self.heads else 0
         if self.placement is None or self.requirements.live:
-            return self.requirements.weight_bytes
+            return self.requirements.weight_bytes + heads
         sizes, there = self.placement.sizes, numbered(device)
-        return sum(size for place, size in sizes.items() if numbered(place) == there)
+        return sum(size for place, size in sizes.items() if numbered(place) == there) + heads
 
     def to_dict(self) -> dict[str, Any]:
         needs, memory = self.requirements, self.memory()
@@ -233,6 +243,7 @@ class Plan:
             "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
             "assistant": self.assistant.to_dict() if self.assistant else None,
             "early_exit": self.early_exit,
+            "heads": asdict(self.heads) if self.heads else None,
             "kernels": [choice.to_dict() for choice in self.kernels],
             "recording": None if self.recording is None else {
                 "whole": not self.recording, "reasons": list(self.recording),
@@ -258,6 +269,8 @@ class Plan:
             lines.append(f"  weights: none of its own, the model's first {self.early_exit} layers")
         elif self.placement:
             lines.append(f"  weights: {self.placement}")
+        if self.heads:
+            lines.append(f"  heads: {self.heads}")
         if self.shared:
             lines.append(f"  {self.shared}")
         if self.adapter:

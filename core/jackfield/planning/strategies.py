@@ -12,7 +12,7 @@ from jackfield.planning.solving import reasons_against
 from jackfield.registry.backends import Choice
 from jackfield.requests.arguments import Strategies
 from jackfield.requests.checked_numbers import CheckedNumbers
-from jackfield.requests.vocabulary import DRAFTING, EARLY_EXIT, asks_for_nothing
+from jackfield.requests.vocabulary import DRAFTING, EARLY_EXIT, USE_MTP, asks_for_nothing
 from jackfield.spelling import AUTO, Selectable, nearest
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
 
 
 #: Settings that name a decoding by themselves, as they do in transformers.
-NAMING = ("num_beams", "prompt_lookup_num_tokens")
+NAMING = ("num_beams", "prompt_lookup_num_tokens", USE_MTP)
 
 
 def pick(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
@@ -102,11 +102,14 @@ def pick(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
 
     One that names none and asks for beams, or whose model does, gets the first that has them, one
     for a single beam the first that has not, one for looked up tokens the first that looks
-    them up, and one for drafts of the model's first layers the first that has so many; where there
-    is none of the kind, the default says so.
+    them up, one for drafts of the model's heads the first that reads them, and one for drafts of
+    the model's first layers the first that has so many; where there is none of the kind, the
+    default says so.
     """
     _check_early_exit(decodings, wishes)
-    return _picked(decodings, wishes)
+    picked = _picked(decodings, wishes)
+    _check_heads(decodings[picked], picked, wishes)
+    return picked
 
 
 def _picked(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
@@ -121,7 +124,7 @@ def _picked(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
         fitting = (
             offered
             for offered in names
-            if all((name in _honoured(decodings[offered])) == has for name, has in wanted.items())
+            if all((name in settings_of(decodings[offered])) == has for name, has in wanted.items())
             if (layers := _asked_exit(wishes)) is None or exits_early(decodings[offered]) == layers
         )
         return next(fitting, names[0])
@@ -150,6 +153,18 @@ def _check_early_exit(decodings: Mapping[str, Choice], wishes: Wishes) -> None:
             )
 
 
+def _check_heads(decoding: Choice, name: str, wishes: Wishes) -> None:
+    """Raise SettingsError where a request says both that heads draft and that they do not."""
+    if USE_MTP not in wishes.given or wishes.of_the_model(USE_MTP):
+        return
+    if not isinstance(wanted := wishes.given[USE_MTP], bool):
+        raise SettingsError(f"{USE_MTP} must be True or False, not {quoted(wanted)}")
+    if not wanted and decoding.backend.capabilities.heads:
+        raise SettingsError(
+            f"{USE_MTP}=False, and the decoding {name!r} drafts with the model's heads; drop one"
+        )
+
+
 def _asked_exit(wishes: Wishes) -> int | None:
     """At which layer a request wants drafts to end. Raises SettingsError for what is no number."""
     if EARLY_EXIT not in wishes.given or wishes.of_the_model(EARLY_EXIT):
@@ -159,7 +174,9 @@ def _asked_exit(wishes: Wishes) -> int | None:
 
 def settings_of(decoding: Choice) -> frozenset[str]:
     """What a decoding with its options honours."""
-    return _honoured(decoding) | ({EARLY_EXIT} if exits_early(decoding) is not None else set())
+    heads = {USE_MTP} if decoding.backend.capabilities.heads else set()
+    exits = {EARLY_EXIT} if exits_early(decoding) is not None else set()
+    return _honoured(decoding) | heads | exits
 
 
 def exits_early(decoding: Choice) -> int | None:
@@ -193,8 +210,8 @@ def elsewhere(registry: Registry, decodings: Mapping[str, Choice], setting: str)
     here = [repr(name) for name, choice in decodings.items() if setting in settings_of(choice)]
     if here:
         return f": decoding={' or '.join(here)}"
-    if setting == EARLY_EXIT:
-        return f": {DRAFTING[EARLY_EXIT]}"
+    if setting in (EARLY_EXIT, USE_MTP):
+        return f": {DRAFTING[setting]}"
     for registered in registry.of_kind("decoding"):
         if setting in registered.backend.capabilities.settings:  # type: ignore[attr-defined]
             offers = ", ".join(f"{n!r}: {n!r}" for n in (next(iter(decodings)), registered.name))

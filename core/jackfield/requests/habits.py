@@ -186,6 +186,7 @@ DECODINGS: Mapping[str, str] = {
     "prompt_lookup_num_tokens": "prompt_lookup",
     "assistant_model": "assisted",
     "assistant_early_exit": "assisted",
+    "use_mtp": "mtp",
 }
 #: Options of a decoding that go along where it is named so.
 DECODING_OPTIONS: Mapping[str, str] = {

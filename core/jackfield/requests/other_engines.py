@@ -124,6 +124,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "beam_search": "beam",
         "greedy": "sample",
         "ngram": "prompt_lookup",
+        **dict.fromkeys(("deepseek_mtp", "nextn", "use_mtp"), "mtp"),
         **dict.fromkeys(
             ("draft_model", "eagle", "eagle3", "medusa", "speculative"),
             "assisted' or 'prompt_lookup",

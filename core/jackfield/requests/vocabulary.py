@@ -23,6 +23,9 @@ OWN = frozenset(
 #: request gets a decoding that has the very number, or is refused.
 EARLY_EXIT = "assistant_early_exit"
 
+#: That the model's own heads make the drafts. A request gets a decoding that has them.
+USE_MTP = "use_mtp"
+
 #: Honoured by the loop itself, whatever the decoding strategy.
 LOOP = frozenset(
     {
@@ -127,7 +130,7 @@ DRAFTING: Mapping[str, str] = {
     "prompt_lookup_num_tokens": "jackfield.load(decoding='prompt_lookup') looks up",
     "speculation_type": "jackfield.load(decoding=…) says how tokens are guessed",
     "target_lookbehind": _LOOKBEHIND,
-    "use_mtp": f"no decoding of this package reads a model's own heads; {_ASSISTED}",
+    USE_MTP: "jackfield.load(decoding='mtp') drafts with a model's own heads",
 }
 
 
@@ -137,7 +140,7 @@ _MOVED = "transformers has moved it out of itself"
 REFUSED: Mapping[str, str] = {
     **{name: DRAFTING[name] for name in (
         "assistant_ensemble_weight", "assistant_lookbehind", "is_assistant",
-        "speculation_type", "target_lookbehind", "use_mtp")},
+        "speculation_type", "target_lookbehind")},
     "constraints": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
     "dola_layers": _MOVED,
     "force_words_ids": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",

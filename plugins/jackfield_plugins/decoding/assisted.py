@@ -25,6 +25,7 @@ from jackfield.contracts import (
     DecodingCapabilities,
     Strategy,
 )
+from jackfield_plugins.decoding.mtp import Mtp
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
@@ -155,4 +156,4 @@ class AssistedStrategy(Strategy):
 
 @hookimpl
 def jackfield_decoding() -> list[Decoding]:
-    return [Assisted()]
+    return [Assisted(), Mtp()]

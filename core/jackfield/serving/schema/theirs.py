@@ -48,7 +48,7 @@ _ANSWERS = {
     "write temperature=0 for the likeliest text, or more": "do_sample greedy temp",
     "write decoding='beam', where the server offers it": "use_beam_search num_beams beam_width",
     "write decoding, with the name of one that drafts so, where the server offers it": ""
-    "assistant_early_exit num_assistant_tokens prompt_lookup_num_tokens",
+    "assistant_early_exit num_assistant_tokens prompt_lookup_num_tokens use_mtp",
     "write adapter, with the name of one of --adapters": "adapter_id lora_path lora_name lora",
     "send it as the header X-Request-ID": "request_id rid",
     "the server has a deadline": "t_max_predict_ms timeout max_time",

@@ -18,5 +18,8 @@ def checks(subject: Subject) -> Iterator[Check]:
             yield from draws.checks(subject)
     elif own.rollback:
         yield from drafts.checks(subject)
+    if own.heads:  # which no model of the kit has
+        yield from declared.of_heads(subject)
+        return
     yield from declared.checks(subject)
     yield from searched.checks(subject) if own.forks else texts.checks(subject)

@@ -21,7 +21,8 @@ Continuation = Callable[[Sequence, int], list[int]]
 def bind(subject: Subject, assistant: Assistant | None = None) -> Strategy:
     """The strategy of `subject`, bound to a model of the kit's with the seed of the subject."""
     own = subject.backend.capabilities
-    model, needs = _planned(subject.selection, subject.seed, subject.wants_draft_model)
+    selection = "sample" if own.heads else subject.selection  # no model here has heads
+    model, needs = _planned(selection, subject.seed, subject.wants_draft_model)
     context = BindContext(
         model=model,
         config=model.config,

@@ -10,7 +10,7 @@ from jackfield.api import plan
 from jackfield.contracts import Requirements
 from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError
-from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.decoding.asked import EVERY, SEEDS, VALUES
 from jackfield.testing.decoding.plain import exact
 from jackfield.testing.decoding.texts import needs
@@ -45,6 +45,16 @@ def checks(subject: Subject) -> Iterator[Check]:
             lambda _: _settings(subject, missing),
             refusal=True,
         )
+
+
+def of_heads(subject: Subject) -> Iterator[Check]:
+    """Of one that drafts with a model's own heads."""
+    yield Check("declared.heads", "heads", lambda _: _refused(subject, "no heads"), refusal=True)
+    yield Check("texts.greedy", "contract", lambda _: _no_heads())
+
+
+def _no_heads() -> None:
+    raise NotTriedError("no model of the checks has heads; compare texts with one of yours")
 
 
 def _imply(subject: Subject) -> None:

@@ -34,7 +34,8 @@ class Rehearsal:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        helped = subject.backend.capabilities.assistant
+        own = subject.backend.capabilities
+        helped = own.assistant or own.heads
         self.assistant = Assisting(truth) if helped else None
         self.strategy = bind(subject, self.assistant)
         self.known: list[Lent] = []

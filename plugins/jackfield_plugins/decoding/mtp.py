@@ -1,0 +1,74 @@
+"""``mtp``: a model's own heads for multi-token prediction guess, the model checks their guesses.
+
+Heads that were trained with a model to say more than its next token (DeepSeek-V3, arXiv:2412.19437;
+Gloeckle et al. 2024, arXiv:2404.19737) are its draft model, as with transformers' `use_mtp`. There
+they draw by chance of their own; here by the random numbers of the sampler, so that drawn texts
+are guessed as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jackfield.contracts import (
+    SAMPLER_SETTINGS,
+    Assistant,
+    BindContext,
+    Decoding,
+    DecodingCapabilities,
+    Strategy,
+)
+
+if TYPE_CHECKING:
+    from jackfield.contracts import Sequence
+
+
+@dataclass(frozen=True)
+class MtpOptions:
+    """When drafts are made; each head makes one.
+
+    `min_acceptance_rate`: the share of the drafts that must be right, or a request does without for
+    a while. `min_speedup`: how many times as fast as without drafts it must be, by the clock, or
+    all do without for a while; 0: however slow.
+    """
+
+    min_acceptance_rate: float = 0.3
+    min_speedup: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_acceptance_rate <= 1:
+            raise ValueError(
+                f"min_acceptance_rate must be from 0 to 1, not {self.min_acceptance_rate}"
+            )
+        if not 0 <= self.min_speedup < math.inf:
+            raise ValueError(f"min_speedup must be a number of 0 or more, not {self.min_speedup}")
+
+
+class Mtp(Decoding):
+    """Needs a model with such heads in its checkpoint, and no second model."""
+
+    name = "mtp"
+    options = MtpOptions
+    capabilities = DecodingCapabilities(settings=SAMPLER_SETTINGS, rollback=True, heads=True)
+
+    def bind(self, context: BindContext) -> Strategy:
+        assert context.assistant is not None
+        return MtpStrategy(context.options, context.assistant)
+
+
+class MtpStrategy(Strategy):
+    """Takes every draft of the heads."""
+
+    def __init__(self, options: MtpOptions, heads: Assistant) -> None:
+        self._heads = heads
+        self.min_acceptance_rate = options.min_acceptance_rate
+        self.min_speedup = options.min_speedup
+
+    def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:
+        return self._heads.draft(sequences, max_drafts, [0.0] * len(sequences))
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        self._heads.release(sequences)
