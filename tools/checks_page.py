@@ -28,7 +28,7 @@ BUILT_INS = {
     ),
     "cache": ("paged", "dynamic", "static", "quantized?backend=fp8", "offloaded"),
     "scheduler": ("fifo", "short-first"),
-    "decoding": ("sample", "prompt_lookup", "assisted", "beam"),
+    "decoding": ("sample", "prompt_lookup", "assisted", "mtp", "beam"),
     "quantizer": (
         "none", "int4-cpu?group_size=32", "int4-cpu", "int8-cpu", "bnb-8bit", "bnb-4bit",
         "torchao", "torchao?type=int8-dynamic", "gguf", "gptq",

@@ -25,7 +25,6 @@ from jackfield.contracts import (
     DecodingCapabilities,
     Strategy,
 )
-from jackfield_plugins.decoding.mtp import Mtp
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
@@ -156,4 +155,4 @@ class AssistedStrategy(Strategy):
 
 @hookimpl
 def jackfield_decoding() -> list[Decoding]:
-    return [Assisted(), Mtp()]
+    return [Assisted()]

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jackfield import hookimpl
 from jackfield.contracts import (
     SAMPLER_SETTINGS,
     Assistant,
@@ -72,3 +73,8 @@ class MtpStrategy(Strategy):
 
     def release(self, sequences: Seq[Sequence]) -> None:
         self._heads.release(sequences)
+
+
+@hookimpl
+def jackfield_decoding() -> list[Decoding]:
+    return [Mtp()]
