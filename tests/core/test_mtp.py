@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import shutil
@@ -303,3 +304,49 @@ def test_a_plugin_that_drafts_with_heads_takes_nothing_else_for_it() -> None:
     for own in ({"assistant": True, "rollback": True}, {}):
         Odd.capabilities = DecodingCapabilities(heads=True, **own)
         assert any("heads=True" in flaw for flaw in Odd.flaws(object.__new__(Odd)))
+
+
+@needs_heads
+def test_what_others_do_with_the_model_is_not_kept() -> None:
+    """Their calls, with gradients, and copies of the model."""
+    model = live("glm4-moe")
+    with jackfield.load(model, decoding=MTP, cache_implementation="dynamic") as engine:
+        first = engine.generate(PROMPTS, max_new_tokens=6)
+        heads = engine._loop.heads
+        assert heads is not None
+        assert heads._states._states is None
+        with torch.enable_grad():
+            engine.model(torch.tensor([[1, 2, 3]]))
+        assert heads._states._states is None
+        copied = copy.deepcopy(model)
+        again = engine.generate(PROMPTS, max_new_tokens=6)
+        assert [one.token_ids for one in again] == [one.token_ids for one in first]
+        copied(torch.tensor([[1, 2, 3]]))
+        hooks = [h for m in copied.modules() for h in m._forward_hooks.values()]
+        assert [getattr(h, "__self__", h)._states for h in hooks] == [None]
+    assert heads._heads._made is None
+    assert not [h for m in model.modules() for h in m._forward_hooks.values()]
+
+
+@needs_heads
+@pytest.mark.parametrize("swap", ["true", "false"])
+def test_heads_hold_what_runs(swap: str) -> None:
+    """What was preempted has no room in the plan."""
+    with jackfield.load(
+        live("glm4-moe"), decoding=MTP,
+        cache_implementation=f"paged?page_size=4&num_tokens=72&swap={swap}",
+    ) as engine:  # fmt: skip
+        loop, held = engine._loop, []
+        assert loop.heads is not None
+        take = loop.heads.take
+
+        def watched(*args: Any) -> None:
+            take(*args)
+            running = {one.id for one in loop.running}
+            held.append(set(loop.heads._texts) - running)
+
+        loop.heads.take = watched
+        engine.generate(prompts((9, 14, 20, 11, 16, 8)), max_new_tokens=12)
+        assert engine.statistics().preemptions > 0
+    assert len(held) > 10
+    assert not set().union(*held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import jackfield
-from jackfield.errors import PlanError
+from jackfield.bridge import layers
+from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.kernel import upcast_linear
 from jackfield_plugins.kernel.upcast_linear import PANEL, ROWS, linear_of
 
@@ -121,13 +123,69 @@ def test_prompts_go_through_it_also_where_steps_are_compiled(
             done = engine.generate(prompts((70, 80, 100)), max_new_tokens=6)
             found[kernels] = [one.token_ids for one in done]
             seen = [one for one in engine.report().observations if one.kind == "kernel"]
-    layers = sum(type(module) is torch.nn.Linear for module in model.modules())
-    assert [one.calls >= layers for one in seen] == [True]
+    count = sum(type(module) is nn.Linear for module in model.modules())
+    assert [one.calls >= count for one in seen] == [True]
     if compiler == "native":  # decode steps are the compiler's
-        assert seen[0].calls <= 3 * layers
+        assert seen[0].calls <= 3 * count
     if dtype is torch.float32:
         assert found[kernel] == found["none"]
     assert [vars(module).get("forward") for module in model.modules()] == forwards
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [(torch.bfloat16, "upcast-linear"), (torch.float32, "onednn-linear")],
+    ids=["upcast", "onednn"],
+)
+@pytest.mark.parametrize("compiler", ["none", "native", "inductor?backend=eager"])
+@pytest.mark.parametrize(
+    "asked", [{"verify": 2}, {"output_hidden_states": True}, {"output_attentions": True}], ids=str
+)
+def test_what_looks_at_the_models_own_layers(
+    dtype: torch.dtype, kernel: str, compiler: str, asked: dict[str, Any]
+) -> None:
+    model = build("llama", dtype)
+    at_load = {name: value for name, value in asked.items() if name == "verify"}
+    of_request = {name: value for name, value in asked.items() if name != "verify"}
+    with jackfield.load(model, kernels=kernel, compile=compiler, **at_load) as engine:
+        found = engine.generate(prompts((70, 9)), max_new_tokens=4, **of_request)
+        assert [one.finish_reason for one in found] == ["length"] * 2
+        for name in of_request:
+            assert all(getattr(one, name.removeprefix("output_")) is not None for one in found)
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+    assert [one.error for one in found] == [None, None]
+
+
+def test_a_trace_shows_it_beside_compiled_steps() -> None:
+    with jackfield.load(
+        build("llama", torch.bfloat16), kernels="upcast-linear", compile="native"
+    ) as engine:
+        with engine.trace() as trace:
+            engine.generate(prompts((70, 80)), max_new_tokens=3)
+        assert "upcast-linear" in str(trace)
+
+
+@torch.no_grad()
+def test_an_output_head_is_compared_a_few_outputs_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In float64 it would take four times what it does; a wrong output is found in any part."""
+    sizes: list[int] = []
+    own = torch.Tensor.double
+    monkeypatch.setattr(
+        torch.Tensor, "double", lambda self: (sizes.append(self.numel()), own(self))[1]
+    )
+    monkeypatch.setattr(layers, "_AT_ONCE", 256)
+    head = nn.Linear(16, 1000, dtype=torch.bfloat16)
+    for bias in (head.bias, None):
+        head.bias = bias
+        sizes.clear()
+        layers._compare("it", head, linear_of(head))  # type: ignore[arg-type]
+        assert max(sizes) <= 5 * 1000
+        wrong = copy.deepcopy(head)
+        wrong.weight[-1] += 1
+        with pytest.raises(ExecutionError, match="does not compute what Linear does"):
+            layers._compare("it", head, linear_of(wrong))  # type: ignore[arg-type]
 
 
 def test_deterministic_refuses_it() -> None:

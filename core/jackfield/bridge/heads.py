@@ -35,13 +35,14 @@ class Heads:
         self._parted = _Parted()
 
     def install(self) -> Callable[[], None]:
-        """Have the heads attend text by text. Returns what gives that back."""
+        """Have the heads attend text by text. Returns what gives that back, and lets go of them."""
         key = f"{KEY}heads-{next(_serial)}"
         AttentionInterface.register(key, self._parted.attend)
         self._made.config._attn_implementation_internal = key
 
         def remove() -> None:
             AttentionInterface._global_mapping.pop(key, None)
+            self._made = None
 
         return remove
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.functional import linear
 
 from jackfield.contracts import BindContext, FusedLayer
 from jackfield.errors import ExecutionError, PlanError, PluginError, first_line, quoted
@@ -23,6 +24,7 @@ logger = logging.getLogger("jackfield")
 
 _ROWS = (1, 2, 5)  # of the random inputs on which both are compared
 _ROUNDINGS = 4
+_AT_ONCE = 1 << 22  # weights of a linear in float64: 32 MiB
 
 
 class Layers:
@@ -52,8 +54,9 @@ class Layers:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Let the layers be the model's own for a while."""
-        here = [(module, module.forward) for module, _ in self._forwards]
+        """Let the layers be the model's own for a while; beside compiled steps they are already."""
+        replaced = [module for module, _ in self._forwards if "forward" in vars(module)]
+        here = [(module, module.forward) for module in replaced]
         try:
             for module, _ in here:
                 del module.forward
@@ -183,15 +186,33 @@ def _compare(registered: Registered, module: nn.Module, forward: Callable[..., A
     been lucky.
     """
     parameter, draw = next(module.parameters()), torch.Generator().manual_seed(0)
-    own = (*module.named_parameters(), *module.named_buffers())
-    wide = {name: one.double() if one.is_floating_point() else one for name, one in own}
-    for count in _ROWS:
-        rows = torch.randn(count, parameter.shape[-1], generator=draw)
-        given = rows.to(parameter.device, parameter.dtype)
-        own, exact = module(given).double(), functional_call(module, wide, given.double()).double()
+    rows = torch.randn(sum(_ROWS), parameter.shape[-1], generator=draw)
+    given = rows.to(parameter.device, parameter.dtype).split(_ROWS)
+    exact = _in_float64(module, given)
+    for some, due in zip(given, exact, strict=True):
+        own = module(some).double()
         with guarded(registered, f"its function in the place of {type(module).__name__}"):
-            new = forward(given.clone()).double()
-        _hold(registered, module, own, exact, new)
+            new = forward(some.clone()).double()
+        _hold(registered, module, own, due, new)
+
+
+def _in_float64(module: nn.Module, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What a layer says of each of `given` in float64. Of a linear a few outputs at a time: the
+    weights of an output head may take more, four times as wide, than there is room for.
+    """
+    wide = [some.double() for some in given]
+    if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
+        rows, bias = torch.cat(wide), module._parameters["bias"]
+        count = max(1, _AT_ONCE // max(1, module.weight.shape[1]))
+        found = []
+        for at in range(0, len(module.weight), count):
+            part = slice(at, at + count)
+            more = None if bias is None else bias[part].double()
+            found.append(linear(rows, module.weight[part].double(), more))
+        return list(torch.cat(found, -1).split(_ROWS))
+    own = (*module.named_parameters(), *module.named_buffers())
+    numbers = {name: one.double() if one.is_floating_point() else one for name, one in own}
+    return [functional_call(module, numbers, some).double() for some in wide]
 
 
 def _hold(

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,7 +154,7 @@ def _read_from(model: PreTrainedModel, folder: Path) -> Iterator[None]:
 
 
 class LastStates:
-    """Keeps the hidden states of a model's last call that its heads read: `[rows, n, hidden]`.
+    """Keeps the hidden states of a step that a model's heads read: `[rows, n, hidden]`.
 
     Those are what the decoder returns, behind its norm; where the config has
     `tie_last_hidden_states=False`, what its last layer does.
@@ -164,6 +165,13 @@ class LastStates:
         tied = getattr(decoder.config, "tie_last_hidden_states", None) is not False
         self._module: nn.Module = decoder if tied else decoder.layers[-1]
         self._states: torch.Tensor | None = None
+        self._thread: int | None = None  # whose call is a step's
+
+    def __deepcopy__(self, known: dict[int, Any]) -> LastStates:
+        """A copy of the model has a hook that looks at nothing."""
+        found: LastStates = object.__new__(LastStates)
+        found._states = found._thread = None
+        return found
 
     def install(self) -> Callable[[], None]:
         """Look on from now on. Returns what ends it."""
@@ -175,11 +183,16 @@ class LastStates:
 
         return remove
 
+    def begin(self) -> None:
+        """The next call of this thread is a step's; others may call the model for themselves."""
+        self._states, self._thread = None, get_ident()
+
     def _note(self, _: nn.Module, __: Any, output: Any) -> None:
-        self._states = output if isinstance(output, torch.Tensor) else output[0]
+        if self._thread == get_ident():
+            self._states = output if isinstance(output, torch.Tensor) else output[0]
 
     def taken(self) -> torch.Tensor:
         """The states; they are kept no longer."""
-        states, self._states = self._states, None
+        states, self._states, self._thread = self._states, None, None
         assert states is not None
         return states

@@ -153,6 +153,8 @@ class Loop:
             inputs = self.images.put_into(step, inputs)
         with self.adapting(step, inputs):
             self.doing = "the model's forward call"
+            if self.heads is not None:
+                self.heads.begin()
             logits = self.forward(inputs)
             if self.heads is not None:
                 self.heads.take(step, inputs)
@@ -414,6 +416,8 @@ class Loop:
         for beam in beams:
             self.running.remove(beam)
             self.cache.preempt(beam)
+            if self.heads is not None:  # which have room for what runs
+                self.heads.release([beam])
             beam.preemptions += 1
         self.waiting.add(beams[0])
         self.metrics.preemptions += 1

@@ -75,17 +75,22 @@ class HeadDrafts:
         self._texts: dict[int, _Text] = {}
 
     def install(self) -> Callable[[], None]:
-        """Take hidden states from now on. Returns what ends that."""
-        return partial(all_of, [self._states.install(), self._heads.install()])
+        """Look at the model's calls from now on. Returns what ends that, and forgets all."""
+        return partial(all_of, [self._states.install(), self._heads.install(), self._texts.clear])
+
+    def begin(self) -> None:
+        """The next call of this thread is a step's."""
+        self._states.begin()
 
     def take(self, step: RunningStep, inputs: ModelInputs) -> None:
         """Take the hidden states of a step that was just computed, and read long prompts."""
         states, begin = self._states.taken(), 0
+        packed = self._packed and inputs.row_of is None
         if inputs.row_of is not None:
             states = states.index_select(0, inputs.row_of)
         for row, item in enumerate(step.scheduled):
             count = item.num_tokens + len(item.drafts)
-            own = states[:, begin : begin + count] if self._packed else states[row : row + 1]
+            own = states[:, begin : begin + count] if packed else states[row : row + 1]
             begin += count
             sequence = item.sequence
             if count and sequence.answer is sequence and self._is_ours(sequence):

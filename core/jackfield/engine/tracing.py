@@ -8,6 +8,7 @@ of but kernels in the place of its layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,11 +224,16 @@ class Tracing:
             who = _who(plan["compiler"].registered, bound.compiled.compilation.source)
             work = Work(kinds.COMPILED, "compiled step", who, where="device")
             self._time(bound.compiled, "_compiled", work)
-            return  # a compiler would read the hooks of a layer, and compile anew
         for layers in bound.layers:
             work = Work(kinds.KERNELS, "kernel", _who(layers.registered), where="device")
+            if bound.compiled is not None:  # they are put in for each step that is not compiled
+                self._hooks.wrap(layers, "_forwards", partial(self._each_timed, work))
+                continue
             for module, _ in layers._forwards:
                 self._time(module, "forward", work)
+
+    def _each_timed(self, work: Work, forwards: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        return [(module, self._recorder.timed(forward, work)) for module, forward in forwards]
 
     def _hook_worker(self) -> None:
         """What is between steps, and what other threads do."""

@@ -214,6 +214,10 @@ def elsewhere(registry: Registry, decodings: Mapping[str, Choice], setting: str)
         return f": {DRAFTING[setting]}"
     for registered in registry.of_kind("decoding"):
         if setting in registered.backend.capabilities.settings:  # type: ignore[attr-defined]
-            offers = ", ".join(f"{n!r}: {n!r}" for n in (next(iter(decodings)), registered.name))
-            return f": jackfield.load(decoding={{{offers}}}) offers one"
+            name, default = next(iter(decodings.items()))
+            offers = {
+                name: registry.address(default.registered),
+                registered.name: registry.address(registered),
+            }
+            return f": jackfield.load(decoding={offers}) offers one"
     return " (none that is installed)"

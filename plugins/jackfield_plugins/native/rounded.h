@@ -95,7 +95,7 @@ class Sum {
             of = _mm512_abs_epi8(of);
         }
         add_two((Shorts)_mm512_maddubs_epi16(of, with));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
         __m256i of = (__m256i)bytes, with = (__m256i)four;
         if constexpr (bits == 8) with = _mm256_sign_epi8(with, of), of = _mm256_abs_epi8(of);
         add_two((Shorts)_mm256_maddubs_epi16(of, with));
@@ -142,8 +142,7 @@ void fill(std::vector<Rounded>& room, const Call& call) {
 
 // Calls with one input share what 8 bits say of it.
 template <class Call>
-void round_inputs(std::vector<RoundedCall<Call>>& all) {
-    static thread_local std::vector<std::vector<Rounded>> rooms;
+void round_inputs(std::vector<RoundedCall<Call>>& all, std::vector<std::vector<Rounded>>& rooms) {
     rooms.resize(std::max(rooms.size(), all.size()));
     auto room = rooms.begin();
     for (auto& one : all) {
@@ -166,6 +165,8 @@ void rounded_together(const Call* const* calls, int64_t count) {
     all.clear(), each.clear();
     for (int64_t i = 0; i < count; i++) all.emplace_back(*calls[i]);
     for (auto& one : all) each.push_back(&one);
-    round_inputs(all);
+    static thread_local std::vector<std::vector<Rounded>> rooms;
+    round_inputs(all, rooms);
     together<Product>(each.data(), count);
+    for (auto& room : rooms) keep_little(room);
 }

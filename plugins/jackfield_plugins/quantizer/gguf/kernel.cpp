@@ -417,7 +417,10 @@ void read_inputs(std::vector<Summed>& all, std::vector<float>& made) {
         }
         if (wants_floats(one) && !one.inputs) {
             auto from = static_cast<const bfloat16*>(one.input);
-            for (int64_t i = 0; i < size; i += WIDE) store(load(from + i), next + i);
+            Tasks(one.rows, std::min(one.threads, size * 4 / WORTH + 1), [&](int64_t row) {
+                for (int64_t i = row * one.in_features; i < (row + 1) * one.in_features; i += WIDE)
+                    store(load(from + i), next + i);
+            });
             one.inputs = next, next += size;
         }
     }
@@ -438,7 +441,9 @@ bool gguf_linears(const LinearCall* const* calls, int64_t count) {
     }
     for (auto& one : all) each.push_back(&one);
     read_inputs(all, made);
-    return together<Product>(each.data(), count), true;
+    together<Product>(each.data(), count);
+    keep_little(made);
+    return true;
 }
 bool gguf_linear(const LinearCall* call) { return gguf_linears(&call, 1); }
 bool gguf_rows(const RowsCall* call) {
