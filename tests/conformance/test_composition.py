@@ -86,7 +86,8 @@ def test_attentions_have_no_third_outcome(family: str) -> None:
 
 def test_every_decoding_has_a_row() -> None:
     rows = {way.decoding.partition("?")[0] for way in cells_of_decoding.WAYS.values()}
-    assert rows == set(names("decoding"))
+    # `mtp` runs the models that have heads (test_mtp.py); these have none.
+    assert rows == set(names("decoding")) - {"mtp"}
 
 
 @pytest.mark.parametrize(

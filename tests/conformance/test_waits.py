@@ -286,7 +286,7 @@ def test_a_draft_model_waits_once_a_call_of_its_own(cache: str) -> None:
         drive(engine, [Arrival(0, [5, 6, 7], max_new_tokens=12)])
         reads = {asker.split(" ")[-1]: count for asker, count in fake.waits.items()}
         calls = engine.report()["assistant cache"].calls
-        assert reads == {"numbers": engine._loop.steps, "_choose": calls}
+        assert reads == {"numbers": engine._loop.steps, "drawn": calls}
 
 
 STRAYS = {

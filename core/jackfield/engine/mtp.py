@@ -33,7 +33,7 @@ CHUNK = 512  # states that wait to be read, at most, and how many are read at on
 TOGETHER = 8192  # tokens of all texts that are read in one call, at most, unless one has more
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Text:
     """A sequence as the heads have read it.
 
