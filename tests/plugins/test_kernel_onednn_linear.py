@@ -9,11 +9,13 @@ import torch
 from families import build, prompts
 from hypothesis import given
 from hypothesis import strategies as st
+from linear_shapes import LEADING, SIZES
 from torch import nn
 
 import jackfield
 from jackfield.errors import PlanError
-from jackfield_plugins.kernel.onednn_linear import ROWS, OneDnnLinear, linear_of
+from jackfield_plugins.kernel.many_rows import ROWS
+from jackfield_plugins.kernel.onednn_linear import OneDnnLinear, linear_of
 
 pytestmark = pytest.mark.skipif(bool(OneDnnLinear().available()), reason="needs oneDNN")
 
@@ -32,12 +34,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 @given(
-    shape=st.one_of(
-        st.tuples(st.integers(0, 40)),
-        st.tuples(st.integers(1, 3), st.integers(1, 70)),
-        st.tuples(st.just(1), st.just(300)),
-    ),
-    sizes=st.tuples(*[st.sampled_from((1, 7, 16, 33, 64, 130))] * 2),
+    shape=LEADING,
+    sizes=SIZES,
     bias=st.booleans(),
 )
 @torch.no_grad()

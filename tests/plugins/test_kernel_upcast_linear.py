@@ -10,24 +10,22 @@ import torch
 from families import build, prompts
 from hypothesis import given
 from hypothesis import strategies as st
+from linear_shapes import LEADING, SIZES
 from torch import nn
 
 import jackfield
 from jackfield.bridge import layers
 from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.kernel import upcast_linear
-from jackfield_plugins.kernel.upcast_linear import PANEL, ROWS, linear_of
+from jackfield_plugins.kernel.many_rows import ROWS
+from jackfield_plugins.kernel.upcast_linear import PANEL, linear_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @given(
-    shape=st.one_of(
-        st.tuples(st.integers(0, 40)),
-        st.tuples(st.integers(1, 3), st.integers(1, 70)),
-        st.tuples(st.just(1), st.just(300)),
-    ),
-    sizes=st.tuples(*[st.sampled_from((1, 7, 16, 33, 64, 130))] * 2),
+    shape=LEADING,
+    sizes=SIZES,
     bias=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     panel=st.sampled_from((1, 100, PANEL)),

@@ -11,7 +11,6 @@ text comes out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +24,7 @@ from jackfield.contracts import (
     DecodingCapabilities,
     Strategy,
 )
+from jackfield_plugins.decoding.paying import check
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
@@ -55,11 +55,9 @@ class AssistedOptions:
         for name in ("assistant_early_exit", "num_assistant_tokens"):
             if (count := getattr(self, name)) is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, not {count}")
-        for name in ("assistant_confidence_threshold", "min_acceptance_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
-        if not 0 <= self.min_speedup < math.inf:
-            raise ValueError(f"min_speedup must be a number of 0 or more, not {self.min_speedup}")
+        if not 0 <= (threshold := self.assistant_confidence_threshold) <= 1:
+            raise ValueError(f"assistant_confidence_threshold must be from 0 to 1, not {threshold}")
+        check(self.min_acceptance_rate, self.min_speedup)
 
 
 class Assisted(Decoding):

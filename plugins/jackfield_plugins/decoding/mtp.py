@@ -8,7 +8,6 @@ are guessed as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from jackfield.contracts import (
     DecodingCapabilities,
     Strategy,
 )
+from jackfield_plugins.decoding.paying import check
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
@@ -40,12 +40,7 @@ class MtpOptions:
     min_speedup: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_acceptance_rate <= 1:
-            raise ValueError(
-                f"min_acceptance_rate must be from 0 to 1, not {self.min_acceptance_rate}"
-            )
-        if not 0 <= self.min_speedup < math.inf:
-            raise ValueError(f"min_speedup must be a number of 0 or more, not {self.min_speedup}")
+        check(self.min_acceptance_rate, self.min_speedup)
 
 
 class Mtp(Decoding):

@@ -8,7 +8,6 @@ as the text grows, so that a guess costs a look into a dict and not a walk throu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from jackfield.contracts import (
     DecodingCapabilities,
     Strategy,
 )
+from jackfield_plugins.decoding.paying import check
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
@@ -45,12 +45,7 @@ class LookupOptions:
         for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.min_acceptance_rate <= 1:
-            raise ValueError(
-                f"min_acceptance_rate must be a share from 0 to 1, not {self.min_acceptance_rate}"
-            )
-        if not 0 <= self.min_speedup < math.inf:
-            raise ValueError(f"min_speedup must be a number of 0 or more, not {self.min_speedup}")
+        check(self.min_acceptance_rate, self.min_speedup)
 
 
 class PromptLookup(Decoding):

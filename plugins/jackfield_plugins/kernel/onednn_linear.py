@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities
+from jackfield_plugins.kernel.many_rows import many_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
     from torch import nn
-
-ROWS = 5  # from which on it is faster for any layer; the proof has as many
 
 
 class OneDnnLinear(Kernel):
@@ -50,38 +49,19 @@ class OneDnnLinear(Kernel):
 
 
 def linear_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What takes the place of a linear layer's `forward`: `[..., in]` to `[..., out]`, float32.
-
-    What it does not understand, and few rows, are left to the layer's own.
-    """
+    """What takes the place of a linear layer's `forward`: `[..., in]` to `[..., out]`, float32."""
     import torch
 
-    product = torch.ops.mkldnn._linear_pointwise.default
-    parameters, numbers = module._parameters, ROWS * int(module.in_features)  # type: ignore[arg-type]
+    run = torch.ops.mkldnn._linear_pointwise.default
 
-    def plain(tensor: torch.Tensor | None) -> bool:
-        return (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)  # and nobody's class
-            and tensor.dtype is torch.float32  # type: ignore[union-attr]
-            and tensor.is_cpu  # type: ignore[union-attr]
-            and tensor.layout is torch.strided  # type: ignore[union-attr]
-            and tensor.is_contiguous()  # type: ignore[union-attr]
-        )
+    def product(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if not all(one is None or one.is_contiguous() for one in (rows, weight, bias)):
+            return None
+        return run(rows, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
-    def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as torch calls it)
-        weight, bias = parameters["weight"], parameters["bias"]
-        if (
-            not 0 < numbers <= input.numel()
-            or torch.is_grad_enabled()
-            or not plain(input)
-            or not plain(weight)
-            or not (bias is None or plain(bias))
-            or input.shape[-1] != weight.shape[1]  # type: ignore[union-attr]
-        ):
-            return type(module).forward(module, input)  # type: ignore[no-any-return]
-        return product(input, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-
-    return forward
+    return many_rows(module, (torch.float32,), product)
 
 
 @hookimpl

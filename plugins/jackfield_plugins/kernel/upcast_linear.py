@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities, Requirements
+from jackfield_plugins.kernel.many_rows import many_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-ROWS = 5  # from which on it is faster for any layer; the proof has as many
 PANEL = 1 << 18  # weights that are made float32 at a time: 1 MiB
 
 
@@ -63,45 +63,23 @@ def _is_fast(dtype: str) -> bool:
 def linear_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """What takes the place of a linear layer's `forward`: `[..., in]` to `[..., out]`, in the dtype
     of the weight, each number summed up in float32 and rounded once.
-
-    What it does not understand, and few rows, are left to the layer's own.
     """
     import torch
 
-    parameters, numbers = module._parameters, ROWS * int(module.in_features)  # type: ignore[arg-type]
     step = max(1, PANEL // max(1, int(module.in_features)))  # type: ignore[arg-type]
-    halves = (torch.bfloat16, torch.float16)
 
-    def plain(tensor: torch.Tensor | None) -> bool:
-        return (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)  # and nobody's class
-            and tensor.dtype in halves  # type: ignore[union-attr]
-            and tensor.is_cpu  # type: ignore[union-attr]
-            and tensor.layout is torch.strided  # type: ignore[union-attr]
-        )
-
-    def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as torch calls it)
-        weight, bias = parameters["weight"], parameters["bias"]
-        if (
-            not 0 < numbers <= input.numel()
-            or torch.is_grad_enabled()
-            or not plain(input)
-            or not plain(weight)
-            or not (bias is None or plain(bias))
-            or input.dtype is not weight.dtype  # type: ignore[union-attr]
-            or input.shape[-1] != weight.shape[1]  # type: ignore[union-attr]
-        ):
-            return type(module).forward(module, input)  # type: ignore[no-any-return]
-        assert weight is not None
-        rows = input.flatten(0, -2).float()
-        out = input.new_empty(len(rows), len(weight))
+    def product(
+        given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = given.flatten(0, -2).float()
+        out = given.new_empty(len(rows), len(weight))
         for at in range(0, len(weight), step):
             some = slice(at, at + step)
             more = None if bias is None else bias[some].float()
             out[:, some] = torch.nn.functional.linear(rows, weight[some].float(), more)
-        return out.view(*input.shape[:-1], len(weight))
+        return out.view(*given.shape[:-1], len(weight))
 
-    return forward
+    return many_rows(module, (torch.bfloat16, torch.float16), product)
 
 
 @hookimpl
