@@ -3,8 +3,8 @@
     python tests/benchmarks/steps_against_llama.py MODEL WEIGHTS ROWS… [--prompt 128] [--threads 2]
 
 MODEL is one of `MODELS`, with random weights. WEIGHTS is a type of GGUF, whose very file both read,
-or what jackfield stores a transformers model in: llama.cpp then has the type of `LIKE`. Of
-transformers, which would unpack the file, there is the model in bfloat16 (in float32 for float32).
+or what jackfield stores a transformers model in: llama.cpp then has the type of `LIKE`. Options of the
+quantizer may follow, as in `Q4_0?activations=int8`. Of transformers, which would unpack the file, there is the model in bfloat16 (in float32 for float32).
 Engines run in turn in one process; for each number of rows a row of a table is printed: medians of
 milliseconds a decode step and of the time to the first token, the limit of a step, which is reading
 the weights once as fast as this machine reads memory, and the medians over the rounds of how many
@@ -57,19 +57,23 @@ def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 def files(model: PreTrainedModel, weights: str, folder: Path) -> tuple[Path, Path]:
     """What jackfield and llama.cpp read."""
-    whole, quantized = folder / "whole.gguf", folder / f"{weights}.gguf"
+    kind = weights.partition("?")[0]
+    whole, quantized = folder / "whole.gguf", folder / f"{kind}.gguf"
     convert(model, whole)
-    quantize(whole, quantized, LIKE.get(weights, weights))
+    quantize(whole, quantized, LIKE.get(kind, kind))
     whole.unlink()
-    if weights not in LIKE:
+    if kind not in LIKE:
         return quantized, quantized
     model.save_pretrained(folder / "model")
     return folder / "model", quantized
 
 
 def load(path: Path, weights: str, **given: Any) -> jackfield.Engine:
-    if weights.endswith("-cpu"):
+    kind, asks, options = weights.partition("?")
+    if kind.endswith("-cpu"):
         given["quantization"] = weights
+    elif asks:
+        given["quantization"] = f"gguf?{options}"
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     return jackfield.load(path, dtype=dtype, **given)
 
