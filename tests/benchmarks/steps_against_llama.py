@@ -3,8 +3,9 @@
     python tests/benchmarks/steps_against_llama.py MODEL WEIGHTS ROWS… [--prompt 128] [--threads 2]
 
 MODEL is one of `MODELS`, with random weights. WEIGHTS is a type of GGUF, whose very file both read,
-or what jackfield stores a transformers model in: llama.cpp then has the type of `LIKE`. Options of the
-quantizer may follow, as in `Q4_0?activations=int8`. Of transformers, which would unpack the file, there is the model in bfloat16 (in float32 for float32).
+or what jackfield stores a transformers model in: llama.cpp then has the type of `LIKE`. Options of
+the quantizer may follow, as in `Q4_0?activations=int8`. Of transformers, which would unpack the
+file, there is the model in bfloat16 (in float32 for float32).
 Engines run in turn in one process; for each number of rows a row of a table is printed: medians of
 milliseconds a decode step and of the time to the first token, the limit of a step, which is reading
 the weights once as fast as this machine reads memory, and the medians over the rounds of how many

@@ -200,6 +200,24 @@ MORE_FAMILIES = {
             "activation_sparsity_pattern": [0.0] * 4,
         },
     ),
+    # Layers with a window have other heads than those without; the last two share theirs.
+    "gemma4": Family(
+        "Gemma4TextConfig",
+        {
+            **_GATED,
+            "pad_token_id": 0,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_LAYERS * 2,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
     "hrm-text": Family(
         "HrmTextConfig",
         {

@@ -70,7 +70,7 @@ def test_an_attention_that_ignores_a_prefix_is_caught(lying: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "gpt-oss", "hrm-text", "gemma3n", "diffllama"]
+    "family", ["llama", "gemma3", "gpt-oss", "hrm-text", "gemma3n", "gemma4", "diffllama"]
 )
 @pytest.mark.one_in(3)
 def test_attentions_have_no_third_outcome(family: str) -> None:

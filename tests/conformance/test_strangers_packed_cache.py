@@ -22,7 +22,6 @@ NOT_PACKED = {
     "falcon-alibi": "needs its own attention",
     "bloom": "needs its own attention",
     "diffllama": "a layer's attention is called 2 times a step",
-    "gemma3n": "share the keys and values of 2",
     "hrm-text": "a prefix that is read in both directions",
     "llama4": "does not hold chunked_attention layers",
     **dict.fromkeys(

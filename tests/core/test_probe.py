@@ -42,9 +42,16 @@ def test_the_table_of_families_is_probed_and_nothing_stays(family: str) -> None:
 def test_a_layer_is_called_once_and_caches_for_itself() -> None:
     assert irregular(config_of("llama")) is None
     assert irregular(config_of("mistral")) is None
-    assert "share the keys and values of 2" in str(irregular(config_of("gemma3n")))
     assert irregular(config_of("diffllama")) == "a layer's attention is called 2 times a step"
     assert "is called" in str(irregular(config_of("hrm-text")))
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_layers_that_read_what_another_one_keeps(family: str) -> None:
+    needs = jackfield.plan(config_of(family)).requirements
+    assert needs.irregular is None
+    assert needs.shared_layers == ((2, 0), (3, 1))
+    assert len(needs.packed_shapes) == len(needs.layer_types) == 2
 
 
 def test_a_window_of_the_cache_that_the_mask_does_not_have() -> None:

@@ -460,28 +460,6 @@ def test_a_prompt_that_a_window_takes_in_one_piece_is_refused_when_it_is_made() 
     assert found.token_ids == oracle(model, prompt, 3)
 
 
-def test_layers_that_share_keys_and_values_are_refused_by_name() -> None:
-    config = transformers.Gemma3nTextConfig(
-        vocab_size=97,
-        vocab_size_per_layer_input=97,
-        hidden_size=32,
-        hidden_size_per_layer_input=8,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        num_kv_shared_layers=2,
-        laurel_rank=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=6,
-        activation_sparsity_pattern=[0.0] * 4,
-    )
-    with pytest.raises(PlanError, match="4 attention layers share the keys and values of 2"):
-        jackfield.plan(config, attn_implementation="sdpa", cache_implementation="paged")
-    assert jackfield.plan(config, attn_implementation="sdpa")
-
-
 def test_allocator_counts_holders() -> None:
     allocator = PageAllocator(3)
     pages = [allocator.take(None)]

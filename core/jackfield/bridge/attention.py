@@ -97,6 +97,7 @@ class AttentionBinding:
         #: the layers that must have called by the end of a step
         self.expected = {i for i, _ in attention_modules(like) if kinds.get(i) != LINEAR}
         self._once = not context.requirements.irregular
+        self._sources = dict(context.requirements.shared_layers)
         self._planned = sorted(self.expected)
         self._called: deque[int] = deque(maxlen=_CALLS * len(self.expected) + _CALLS)
         self._configs: list[PreTrainedConfig] = []  # those that name it while it is installed
@@ -234,6 +235,9 @@ class AttentionBinding:
         guard, store = guarded(pages, "write"), pages.write
         inner: Callable[..., Any] = attend
         write: Callable[..., Any] = store
+        sources = self._sources
+        shared = set(sources.values())
+        kept: dict[int, PackedLayer] = {}  # of the step, where other layers read them too
 
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
@@ -246,7 +250,12 @@ class AttentionBinding:
             guard.layer = number = module.layer_idx
             guard.who, guard.what = pages, "write"
             with guard:  # one for both calls: entering it costs as much as a check
-                layer = write(number, key[0].transpose(0, 1), value[0].transpose(0, 1))
+                if number in sources:
+                    layer = kept[sources[number]]
+                else:
+                    layer = write(number, key[0].transpose(0, 1), value[0].transpose(0, 1))
+                    if number in shared:
+                        kept[number] = layer
                 if self.blocks is not None:
                     self._mark(layer.tables, self.blocks)
                 if self._recording is None:
@@ -288,7 +297,8 @@ class AttentionBinding:
         if bound.native is None or pages is None:
             return None
         tapped = lambda: self.tap is not None  # noqa: E731 - it comes and goes
-        return NativeAttention(self.registered, bound, pages, self._understood(), tapped)
+        understood = self._understood()
+        return NativeAttention(self.registered, bound, pages, understood, tapped, self._sources)
 
     def attended(self, layers: Iterable[int]) -> None:
         """The calls of `native` for each of `layers` were run."""

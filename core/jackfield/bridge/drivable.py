@@ -11,6 +11,7 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 
 from jackfield.bridge.encoders import NEEDED, has_encoder
 from jackfield.bridge.features import reads_features
+from jackfield.bridge.layer_configs import of_all
 from jackfield.bridge.quirks import HAS_ITS_OWN_CACHE, KEEPS_STATE, NUMBERS_COLUMNS
 from jackfield.errors import CheckpointError
 
@@ -46,13 +47,12 @@ def _undrivable(
         if not _generates_as_others(model):
             return "generates by code of its own, which is not run here; call its own generate"
         return f"takes no {lacking[0]}, which its decoder is called with" if lacking else None
-    keeps_states = {*layer_types} == {"linear_attention"} and not hasattr(
-        text, "num_attention_heads"
-    )
+    heads = of_all(text, "num_attention_heads")
+    keeps_states = {*layer_types} == {"linear_attention"} and heads is None
     if keeps_states and {"cache_params", "attention_mask"} <= {*taken}:
         return None
     missing = {"past_key_values", "attention_mask"} - set(taken)
-    if missing or not hasattr(text, "num_attention_heads"):
+    if missing or heads is None:
         what = f"takes no {min(missing)}" if missing else "has no attention heads"
         return (
             f"{what}, so it does not generate with a KV cache; give a transformer decoder that does"

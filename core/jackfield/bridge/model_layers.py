@@ -12,6 +12,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.encoders import cached_config, has_encoder
+from jackfield.bridge.layer_configs import of_all
 from jackfield.bridge.quirks import READS_THE_NAME
 
 
@@ -48,7 +49,7 @@ def _is_cross(module: nn.Module) -> bool:
 def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
     """How each layer remembers, as transformers' own dynamic cache lays it out."""
     text = config.get_text_config(decoder=True)
-    chunked = getattr(text, "attention_chunk_size", None) is not None
+    chunked = of_all(text, "attention_chunk_size") is not None
     cache = DynamicCache(config=cached_config(config))
     names = []
     for layer in cache.layers:

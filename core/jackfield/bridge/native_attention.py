@@ -49,11 +49,13 @@ class NativeAttention:
         pages: PackedKVCache,
         understood: frozenset[str],
         tapped: Callable[[], bool],
+        sources: Mapping[int, int],
     ) -> None:
         assert bound.native is not None
         self._attend, self._attend_again = bound.native, bound.native_again
         self._registered, self._pages = registered, pages
         self._understood, self._tapped = understood, tapped
+        self._sources = sources  # layers that read what another one keeps
         self._guard = guarded(pages, "native_write")
         self._asked: dict[int, _Asked] = {}
         self._given: dict[int, _Given] = {}  # of layers that had calls when they were asked last
@@ -91,10 +93,10 @@ class NativeAttention:
         guard = self._guard
         guard.layer, guard.who, guard.what = number, self._pages, "native_write"
         with guard:
-            written = self._pages.native_write(number, keys, values)
+            written = self._written(number, keys, values)
             if written is None:
                 return None
-            layer, stored = written
+            layer, *stored = written
             guard.who, guard.what = self._registered, "native"
             call = self._attend(queries, layer, outputs, **kwargs)
         if call is None:
@@ -102,7 +104,16 @@ class NativeAttention:
         self.lengths, self._width = layer.step.query_lengths, width
         pools = weakref.ref(layer.keys), weakref.ref(layer.values)
         self._given[number] = _Given(output, layer, *pools)
-        return stored, call
+        return *stored, call
+
+    def _written(
+        self, number: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[PackedLayer] | tuple[PackedLayer, NativeCall] | None:
+        """The pages of a layer, and what writes to them, where no other layer's calls do."""
+        if number not in self._sources:
+            return self._pages.native_write(number, keys, values)
+        source = self._given.get(self._sources[number])
+        return None if source is None else (source.layer,)
 
     def again(self, width: int, outputs: Mapping[int, torch.Tensor]) -> bool:
         """Whether the calls that were given last, for `outputs`, do in this step what they are for.

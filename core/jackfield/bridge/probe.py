@@ -62,7 +62,8 @@ class Call:
 
     `mask` is the function (batch, head, query, key) -> bool of which its mask was made. None where
     there is no mask, or one (`own_mask`) that the attention's mask function did not return.
-    `crosses`: it looks at what an encoder said.
+    `crosses`: it looks at what an encoder said. `source` is the layer before it that was handed
+    the same keys; None: none was.
     """
 
     layer: int | None
@@ -72,6 +73,7 @@ class Call:
     kv_shapes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
     heads: int = 0
     crosses: bool = False
+    source: int | None = None
 
     @property
     def kv_numbers(self) -> int:
@@ -165,6 +167,7 @@ def _listening(
 ) -> contextlib.AbstractContextManager[None]:
     """Have `meta_model` call stand-ins that note their arguments in `calls`."""
     masks: list[tuple[torch.Tensor, MaskFunction]] = []
+    handed: list[tuple[torch.Tensor, int | None]] = []  # keys, and to which layer first
     own_layers = {id(module) for _, module in attention_modules(meta_model)}
     encodes = has_encoder(meta_model.config)
 
@@ -186,7 +189,10 @@ def _listening(
         batch, heads, length, _ = query.shape
         layer = getattr(module, "layer_idx", None)
         crosses = encodes and id(module) not in own_layers
-        calls.append(Call(layer, kwargs, by, own, (keys, values), heads, crosses))
+        source = next((first for states, first in handed if states is key), None)
+        if source is None:
+            handed.append((key, layer))
+        calls.append(Call(layer, kwargs, by, own, (keys, values), heads, crosses, source))
         return query.new_empty(batch, length, heads, value.shape[-1]), None
 
     def experts(module: Any, hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -220,6 +226,16 @@ def stray(kwargs: Mapping[str, Any], known: Set[str]) -> list[str]:
     return [k for k, v in kwargs.items() if k not in known and v is not None and v is not False]
 
 
+def shared_layers(calls: Sequence[Call], cached: int) -> tuple[tuple[int, int], ...]:
+    """Each layer behind the `cached` ones, and the one whose keys and values it is handed."""
+    shared = {
+        call.layer: call.source
+        for call in calls
+        if call.layer is not None and call.layer >= cached and call.source is not None
+    }
+    return tuple(sorted(shared.items()))
+
+
 def irregular(calls: Sequence[Call], windows: Sequence[int | None]) -> str | None:
     """Evidence that an attention module is not one cached layer, called once a step.
 
@@ -227,9 +243,12 @@ def irregular(calls: Sequence[Call], windows: Sequence[int | None]) -> str | Non
     """
     times = Counter(call.layer for call in calls)
     for call in calls:
-        if call.layer is None or call.layer >= len(windows):
+        kept = call.layer
+        if kept is None or kept >= len(windows):
+            kept = call.source
+        if kept is None or kept >= len(windows):
             return f"{len(times)} attention layers share the keys and values of {len(windows)}"
-        window = windows[call.layer]
+        window = windows[kept]
         if window is not None and (call.mask is None or call.sees(window, 0)):
             return f"layer {call.layer} keeps {window} tokens, and its mask has no such window"
     more = max(times.values(), default=1)

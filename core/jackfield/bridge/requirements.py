@@ -36,10 +36,18 @@ from jackfield.bridge.footprint import (
     stored_quantization,
     weights_of,
 )
+from jackfield.bridge.layer_configs import of_all, of_layer
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.model_layers import attention_modules, layer_types, replaceable, windows
 from jackfield.bridge.mtp import without_heads
-from jackfield.bridge.probe import Call, Probe, irregular, probe, seen_features
+from jackfield.bridge.probe import (
+    Call,
+    Probe,
+    irregular,
+    probe,
+    seen_features,
+    shared_layers,
+)
 from jackfield.bridge.quirks import (
     COUNTS_ROWS,
     HAS_EXPERTS_OF_NOTHING,
@@ -137,8 +145,8 @@ def describe(
     seen = probed(model)
     calls = seen.calls
     check_calls(model, calls)
-    heads = int(getattr(text, "num_attention_heads", 0))  # none where no layer attends
-    kv_heads = {heads // int(getattr(m, "num_key_value_groups", 1)) for _, m in layers} or {heads}
+    heads = _most_heads(text, layers)
+    kv_heads = {_heads(text, at) // _groups(module) for at, module in layers} or {heads}
     return Requirements(
         architecture=type(model).__name__,
         dtype=dtype,
@@ -151,6 +159,7 @@ def describe(
         states_apart=states_apart(model, seen.states),
         state_bytes=_state_bytes(types, seen.states, dtype),
         windows=windows(config),
+        shared_layers=shared_layers(calls, len(types)),
         dynamic_only=_dynamic_only(text),
         features=_features(model, text, layers, calls),
         model_declines=_declines(model),
@@ -276,8 +285,24 @@ def _head_dims(module: nn.Module, text: PreTrainedConfig) -> set[int]:
     """The sizes of a module's query/key and value heads (two only where they differ, as in MLA)."""
     own = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
     return {size for size in own if size is not None} or {
-        getattr(module, "head_dim", text.hidden_size // text.num_attention_heads)
+        getattr(module, "head_dim", None)
+        or of_all(text, "hidden_size") // of_all(text, "num_attention_heads")
     }
+
+
+def _heads(text: PreTrainedConfig, layer: int) -> int:
+    """The query heads of a layer; 0 where none attends."""
+    return int(of_layer(text, layer, "num_attention_heads") or 0)
+
+
+def _most_heads(text: PreTrainedConfig, layers: list[tuple[int, nn.Module]]) -> int:
+    plain = int(of_all(text, "num_attention_heads", 0))
+    return max((_heads(text, at) for at, _ in layers), default=plain)
+
+
+def _groups(module: nn.Module) -> int:
+    """The query heads that share keys and values."""
+    return int(getattr(module, "num_key_value_groups", 1))
 
 
 def _features(
@@ -289,17 +314,17 @@ def _features(
     """feature -> evidence, for everything beyond plain causal attention."""
     name = type(model).__name__
     found: dict[str, str] = {}
-    heads = int(getattr(text, "num_attention_heads", 0))  # none where no layer attends
-    groups = max((int(getattr(m, "num_key_value_groups", 1)) for _, m in layers), default=1)
+    heads = _most_heads(text, layers)
+    groups = max((_groups(module) for _, module in layers), default=1)
     if groups > 1:
         found["grouped_query"] = f"{heads} query heads on {heads // groups} key/value heads"
     if any(len(_head_dims(m, text)) > 1 for _, m in layers):
         found["mixed_head_sizes"] = "query/key and value heads differ in size"
     types = layer_types(text)
     if "sliding_attention" in types:
-        found["sliding_window"] = f"sliding_window = {getattr(text, 'sliding_window', None)}"
+        found["sliding_window"] = f"sliding_window = {of_all(text, 'sliding_window')}"
     if "chunked_attention" in types:
-        found["chunked"] = f"attention_chunk_size = {text.attention_chunk_size}"
+        found["chunked"] = f"attention_chunk_size = {of_all(text, 'attention_chunk_size')}"
     if (cap := getattr(text, "attn_logit_softcapping", None)) is not None:
         found["softcap"] = f"attn_logit_softcapping = {cap}"
     if any("sink" in name for _, m in layers for name, _ in m.named_parameters(recurse=False)):

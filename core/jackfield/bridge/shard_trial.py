@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from jackfield.bridge.batch_trial import apart, drawn
 from jackfield.bridge.config_files import config_tree
 from jackfield.bridge.footprint import weights_of
+from jackfield.bridge.layer_configs import of_all
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.quiet import quiet
 from jackfield.bridge.sharding import Shard, loading
@@ -69,14 +70,14 @@ def _as_numbers(config: PreTrainedConfig) -> None:
 def _share_heads(config: PreTrainedConfig, size: int) -> None:
     """See that each of `size` processes gets heads, as it does of the large model."""
     for part in config_tree(config):
-        heads = getattr(part, "num_attention_heads", None)
-        groups = getattr(part, "num_key_value_heads", None) or heads
+        heads = of_all(part, "num_attention_heads")
+        groups = of_all(part, "num_key_value_heads") or heads
         if isinstance(heads, int) and isinstance(groups, int) and groups % size:
             times = size // math.gcd(groups, size)
-            if getattr(part, "head_dim", None) is None and hasattr(part, "hidden_size"):
+            if of_all(part, "head_dim") is None and hasattr(part, "hidden_size"):
                 part.hidden_size *= times
             part.num_attention_heads = times * heads
-            if getattr(part, "num_key_value_heads", None) is not None:
+            if of_all(part, "num_key_value_heads") is not None:
                 part.num_key_value_heads = times * groups
 
 

@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from jackfield.bridge.config_files import config_tree
 from jackfield.bridge.encoders import text_class
+from jackfield.bridge.layer_configs import of_all, of_some
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -104,9 +105,10 @@ def _fewer(config: PreTrainedConfig) -> None:
     if not isinstance(count, int) or count <= 2:
         return
     kinds: dict[str, int] = {}
-    lists = by_layer(config).values()
+    lists, own, sharing = by_layer(config).values(), of_some(config), _first_sharing(config)
     for index in range(count):
-        kinds.setdefault(repr([values[index] for values in lists]), index)
+        kind = [values[index] for values in lists], own.get(index), index >= sharing
+        kinds.setdefault(repr(kind), index)
     keep = sorted(kinds.values())[:_LAYERS]
     if len(keep) == 1:
         keep = [0, 1]
@@ -132,10 +134,22 @@ def leave(config: PreTrainedConfig, layers: Sequence[int]) -> None:
 
     Raises NotImplementedError where its number of layers is the sum of others.
     """
-    lists = by_layer(config)
+    lists, own, sharing = by_layer(config), of_some(config), _first_sharing(config)
+    if own:
+        config.per_layer_config = None  # which is numbers of layers that are not there any more
     config.num_hidden_layers = len(layers)
     for name, values in lists.items():
         setattr(config, name, [values[index] for index in layers])
+    if own:
+        config.per_layer_config = {at: own[i] for at, i in enumerate(layers) if i in own}
+    if any(index >= sharing for index in layers):
+        config.num_kv_shared_layers = sum(index >= sharing for index in layers)
+
+
+def _first_sharing(config: PreTrainedConfig) -> int:
+    """The first layer that attends to keys and values of another one, as all after it do."""
+    count: int = config.num_hidden_layers
+    return count - (getattr(config, "num_kv_shared_layers", None) or 0)
 
 
 def _narrow(config: PreTrainedConfig) -> None:
@@ -144,7 +158,13 @@ def _narrow(config: PreTrainedConfig) -> None:
     for name, value in _numbers(config):
         if _WIDTH.search(name) and value > _WIDTHS:
             setattr(config, name, _WIDTHS)
+    heads, groups = of_all(config, "num_attention_heads"), of_all(config, "num_key_value_heads")
     _fewer_heads(config)
+    if own := of_some(config):
+        config.per_layer_config = {
+            layer: {name: _narrower(name, value, heads, groups) for name, value in fields.items()}
+            for layer, fields in own.items()
+        }
     _fewer_pixels(config)
     after = _head_size(config)
     rotary = getattr(config, "rope_parameters", None)
@@ -152,6 +172,19 @@ def _narrow(config: PreTrainedConfig) -> None:
         # What of a head turns with each axis, together half of it.
         sections = [part * after // before for part in rotary["mrope_section"]]
         config.rope_parameters = {**rotary, "mrope_section": sections}
+
+
+def _narrower(name: str, value: Any, heads: Any, groups: Any) -> Any:
+    """What a layer differs in, where the others have `heads` heads on `groups` keys and values."""
+    if type(value) is not int:
+        return value
+    if _WIDTH.search(name):
+        return min(value, _WIDTHS // 2)
+    if name == "num_attention_heads" and isinstance(heads, int) and heads > _HEADS:
+        return 2 * _HEADS
+    if name == "num_key_value_heads" and isinstance(heads, int) and heads > _HEADS:
+        return 1 if groups != 1 else 2
+    return value
 
 
 def _fewer_pixels(config: PreTrainedConfig) -> None:
@@ -167,8 +200,8 @@ def _fewer_pixels(config: PreTrainedConfig) -> None:
 
 def _head_size(config: PreTrainedConfig) -> int:
     """How many numbers a head has; 0 where that is not known."""
-    heads, width = (getattr(config, n, None) for n in ("num_attention_heads", "hidden_size"))
-    own = getattr(config, "head_dim", None)
+    heads, width = (of_all(config, n) for n in ("num_attention_heads", "hidden_size"))
+    own = of_all(config, "head_dim")
     if isinstance(own, int):
         return own
     return width // heads if isinstance(heads, int) and isinstance(width, int) and heads else 0
@@ -178,10 +211,10 @@ def _fewer_heads(config: PreTrainedConfig) -> None:
     for name in ("encoder_attention_heads", "decoder_attention_heads"):
         if (getattr(config, name, None) or 0) > _HEADS:
             setattr(config, name, _HEADS)
-    heads = getattr(config, "num_attention_heads", None)
+    heads = of_all(config, "num_attention_heads")
     if not isinstance(heads, int) or heads <= _HEADS:
         return
-    groups = getattr(config, "num_key_value_heads", None)
+    groups = of_all(config, "num_key_value_heads")
     config.num_attention_heads = _HEADS
     if isinstance(groups, int):
         shared = 1 if groups == 1 else _HEADS if groups == heads else 2

@@ -89,7 +89,8 @@ class Compilation(ABC):
             set before `compile`.
         native_attention: `native_attention(output, *arguments)`, with the arguments of the operator
             `jackfield::attend`, returns the calls that do in this step what the operator does,
-            into `output`; None: call the operator. Asked again for each layer in each step, before
+            into `output`: what stores, but where the layer reads what another one keeps, and what
+            attends. None: call the operator. Asked again for each layer in each step, before
             any of it runs. After running the calls, call `native_attended(layers)`: otherwise they
             are not counted. Set before the first step.
         native_again: `native_again(outputs)` says whether the calls that were given last for these

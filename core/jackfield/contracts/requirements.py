@@ -86,6 +86,8 @@ class Requirements:
         state_bytes: Layers: what the states of a sequence take in all of them at most, however long
             it is, in bytes; None: nobody can tell.
         windows: Layers: how many tokens each keeps, None where it sees everything.
+        shared_layers: Layers: `(attention layer, cached layer)` for each attention beside those of
+            the cached layers, which is handed the keys and values that this one keeps.
         dynamic_only: Layers: those of the model's own types that transformers' static caches do
             not know.
         features: Attention: each needed key of `FEATURES` with its evidence in the model
@@ -110,8 +112,8 @@ class Requirements:
         live: The job: the model is loaded already.
         elsewhere: The job: it is only planned, for a device that this machine has not.
         dtype_named: The job: the caller named the dtype, so nobody may choose another.
-        irregular: The model, evidence: an attention module is not one cached layer, called once a
-            step (layers that share keys and values, or run in cycles).
+        irregular: The model, evidence: an attention module is not one cached layer, or one of
+            `shared_layers`, called once a step (layers that run in cycles).
         branches: The model, evidence: what a step computes is decided in Python, by numbers in it.
         counts_rows: The model, evidence: shapes within a step depend on numbers in it.
         ragged: The model, evidence: rows of several lengths would be wrong in one padded batch.
@@ -166,6 +168,7 @@ class Requirements:
     states_apart: bool = False
     state_bytes: int | None = 0
     windows: tuple[int | None, ...] = ()
+    shared_layers: tuple[tuple[int, int], ...] = ()
     dynamic_only: tuple[str, ...] = ()
     features: Mapping[str, str] = field(default_factory=dict)
     model_declines: frozenset[str] = frozenset()

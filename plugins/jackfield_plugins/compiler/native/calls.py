@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jackfield.contracts import NativeCall
 from jackfield.errors import ExecutionError
+from jackfield_plugins.compiler.native.operators import cleared
 
 if TYPE_CHECKING:
     import torch
@@ -171,6 +172,8 @@ class Whole(Sequential):
             native = ask(call.output, *call.arguments)
             if native is None:
                 return False
+            if len(native) < len(places):  # another layer stores, so here is something idle
+                native = [cleared(call.output), *native]
             for place, one in zip(places, native, strict=True):
                 stretch.put(place, one)
         self._ready = self._once
