@@ -224,7 +224,8 @@ def _gemma4() -> tuple[Any, Any]:
     ids["eoa_token_index"] = ids.pop("eoa_token_id")
     layers = ["sliding_attention", "full_attention"] * 2
     text = {**TEXT, "num_hidden_layers": 4, "layer_types": layers, "head_dim": 8}
-    text |= {"global_head_dim": 8, "sliding_window": 8, "hidden_size_per_layer_input": 0}
+    text |= {"global_head_dim": 16, "sliding_window": 8, "hidden_size_per_layer_input": 0}
+    text |= {"num_kv_shared_layers": 2}  # those of the smaller Gemma 4
     vision = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2}
     return transformers.Gemma4Config(
         vision_config={**vision, "position_embedding_size": 64},

@@ -27,7 +27,7 @@ LENGTHS = (WINDOW - 2,) * 16 + tuple(_draw.randint(WINDOW - 2, 3 * WINDOW) for _
 ARRIVALS = (0,) * 16 + tuple(_draw.randint(0, 40) for _ in range(48))
 #: (page size, tokens): room for the longest by itself and for a few beside it, so that they get in
 #: each other's way. A window gives back what it has passed, so it takes small pages to be short.
-TIGHT = {"llama": (4, 72), "mistral": (1, 35), "gemma3": (4, 72)}
+TIGHT = {"llama": (4, 72), "mistral": (1, 35), "gemma3": (4, 72), "gemma4": (4, 72)}
 
 model_of = functools.cache(build)
 

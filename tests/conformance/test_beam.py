@@ -129,7 +129,7 @@ def test_prompts_in_chunks(cache: str, chunk: int) -> None:
 
 
 #: Page size and tokens of a pool: room for one search, and for little beside it.
-TIGHT = {"llama": (4, 96), "mistral": (1, 40), "gemma3": (4, 96)}
+TIGHT = {"llama": (4, 96), "mistral": (1, 40), "gemma4": (4, 96)}
 
 
 @pytest.mark.parametrize("sharing", [False, True])

@@ -116,7 +116,7 @@ def test_attentions(strategy: str, attention: str, cache: str) -> None:
         check(engine, "llama")
 
 
-TIGHT = {"llama": (4, 72), "mistral": (1, 35), "gemma3": (4, 72)}
+TIGHT = {"llama": (4, 72), "mistral": (1, 35), "gemma4": (4, 72)}
 
 
 @pytest.mark.parametrize("swap", [False, True])

@@ -141,7 +141,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 8,
-        "global_head_dim": 8,
+        "global_head_dim": 16,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

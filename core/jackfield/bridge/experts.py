@@ -21,8 +21,11 @@ def experts_of(model: PreTrainedModel, dtype: str, *, batch_invariant: bool = Fa
 
 
 def _has_experts(model: PreTrainedModel) -> bool:
-    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    return any(part._can_set_experts_implementation() for part in parts)
+    """Whether some are there that look up how they are computed; of Gemma 4 few sizes have any."""
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    looked_up = any(part._can_set_experts_implementation() for part in parts)
+    # What transformers' `use_experts_implementation` gives the modules of a class.
+    return looked_up and any(hasattr(module, "is_transposed") for module in model.modules())
 
 
 def with_experts(model: PreTrainedModel, needs: Requirements) -> Requirements:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 def of_all(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
     """What `config` says of all layers that it says nothing else of."""
-    read = getattr(config, "_getattr_without_heterogeneous_validation", getattr)  # 5.17 has none
-    return getattr(config, name, default) if read is getattr else read(name, default)
+    return config._getattr_without_heterogeneous_validation(name, default)
 
 
 def of_layer(config: PreTrainedConfig, layer: int, name: str) -> Any:

@@ -16,7 +16,9 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.image_steps import Row, Shown, blocks_of, fed
 from jackfield.bridge.model_attention import model_attention
 from jackfield.bridge.model_layers import layer_types, windows
+from jackfield.bridge.probe import shared_layers
 from jackfield.bridge.recomputation import attending
+from jackfield.bridge.requirements import probed
 from jackfield.contracts import ModelInputs, PackedLayer, PackedStep, PageTables, Span
 from jackfield.errors import ExecutionError
 
@@ -81,6 +83,7 @@ class _Pages:
         self._size, self._count = longest, count
         self._windows = windows(model.config)
         self._types = layer_types(model.config)
+        self._sources = dict(shared_layers(probed(model).calls, len(self._types)))
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tables: dict[int, PageTables] = {}  # of the step, by layer
 
@@ -120,11 +123,11 @@ class _Pages:
         self, module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         """Store what a layer is handed, and attend to what is there."""
-        tables = self._tables[module.layer_idx]
-        pools = self._pools.get(module.layer_idx)
+        number = self._sources.get(module.layer_idx, module.layer_idx)
+        tables, pools = self._tables[number], self._pools.get(number)
         if pools is None:
             shape = self._count, self._size
-            pools = self._pools[module.layer_idx] = (
+            pools = self._pools[number] = (
                 key.new_zeros(*shape, key.shape[1], key.shape[3]),
                 value.new_zeros(*shape, value.shape[1], value.shape[3]),
             )
