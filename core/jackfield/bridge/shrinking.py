@@ -75,9 +75,9 @@ def _without_names(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy with few tokens, none of them special that it does not have."""
     found = copy.deepcopy(config)
     for part in config_tree(found):
-        vocab = getattr(part, "vocab_size", None)
-        if isinstance(vocab, int):
-            part.vocab_size = min(vocab, VOCAB)
+        for name in ("vocab_size", "vocab_size_per_layer_input"):
+            if isinstance(vocab := getattr(part, name, None), int):
+                setattr(part, name, min(vocab, VOCAB))
         for name in ("max_position_embeddings", "max_source_positions"):
             if isinstance(places := getattr(part, name, None), int) and places > _PLACES:
                 setattr(part, name, _PLACES)
