@@ -24,7 +24,7 @@ NEW = 6  # tokens of each text
 _DIFFERS = "a row that joins others says something else"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Texts:
     """What is tried: prompts that were read, and texts behind them.
 

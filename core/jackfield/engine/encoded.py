@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.encoders import TextEncoder
 from jackfield.bridge.joined_rows import crop_encoder
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _NOBODY: tuple[int, ...] = ()
 
 
-class _Said(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Said:
     """What an encoder said, `[columns, size]`, of the token ids in `ids`; None: of features."""
 
     states: torch.Tensor
