@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import encoder_decoders
 import extras
 import pytest
 import torch
 import transformers
-from driven import Arrival, drive
+from driven import Arrival, Gate, drive
 from storming import held_closely
 
 import jackfield
@@ -23,6 +23,11 @@ from jackfield.engine.joining import JoiningKVCache
 from jackfield.engine.loop import Loop
 from jackfield.errors import ExecutionError, PlanError
 from jackfield.requests.features import features_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from command_line import Cli
 
 with extras.imports():
     import feature_models
@@ -147,6 +152,13 @@ def test_the_plan_says_who_waits(name: str) -> None:
     assert plan.requirements.holes == BY_COLUMN
     line = f"requests wait until a batch has ended: {DIFFERS}"
     assert (line in str(plan)) == (name in ALONE)
+
+
+def test_the_command_line_says_who_waits(cli: Cli, tmp_path: Path) -> None:
+    built("fsmt").save_pretrained(tmp_path)
+    done = cli("explain", "--model", str(tmp_path))
+    words = " ".join(done.out.split())
+    assert f"requests wait until a batch has ended: {DIFFERS}" in words
 
 
 def test_so_many_join() -> None:
@@ -371,6 +383,36 @@ def test_features_of_one_are_read_before_each_step() -> None:
         handle.remove()
     assert counts[:6] == [2, 2, 3, 4, 5, 5]
     assert counts[-1] == 6
+
+
+def test_streams_go_on_while_others_join() -> None:
+    """Through the engine's own thread: each delta is one of the text, and who joins ends before."""
+    model = built("bart")
+    prompts = prompts_of(model, "bart")
+    with jackfield.load(model, decoding=BOTH) as engine:
+        (right,) = engine.generate(prompts[0], max_new_tokens=60, **OPEN)
+        short = [engine.generate(p, max_new_tokens=4, **OPEN)[0].token_ids for p in prompts]
+        (beams,) = engine.generate(prompts[2], max_new_tokens=4, num_beams=3, **OPEN)
+        gate, stream, seen = Gate(engine), engine.submit(prompts[0], max_new_tokens=60, **OPEN), []
+        gate.inside()
+        gate.let()
+        coming = [engine.submit(p, max_new_tokens=4, **OPEN) for p in prompts]
+        searched = engine.submit(prompts[2], max_new_tokens=4, num_beams=3, **OPEN)
+        late = engine.submit(prompts[1], max_new_tokens=40, deadline=1e-6, **OPEN)
+        gone = engine.submit(prompts[1], max_new_tokens=40, **OPEN)
+        for _ in range(20):
+            gate.let()
+        gone.cancel()
+        assert [request.result(60).token_ids for request in coming] == short
+        assert searched.result(60).token_ids == beams.token_ids
+        assert not stream.done
+        gate.lift()
+        seen = [token for delta in stream for token in delta.token_ids]
+        assert late.result(60).finish_reason == "cancelled"
+        part = gone.result(60)
+        assert part.finish_reason == "cancelled"
+        assert 4 < len(part.token_ids) < 40
+    assert seen == right.token_ids
 
 
 def test_samples_that_join_share_what_was_read() -> None:

@@ -93,9 +93,11 @@ def _count(layer: Any, columns: int) -> None:
 
 def _left(states: torch.Tensor, columns: int) -> torch.Tensor:
     """`states`, `[rows, heads, any, size]`, with so many columns, the last ones."""
-    return pad(states, (0, 0, columns - states.shape[-2], 0))
+    gap = columns - states.shape[-2]
+    return pad(states, (0, 0, gap, 0)) if gap > 0 else states[:, :, -gap:]
 
 
 def _right(states: torch.Tensor, columns: int) -> torch.Tensor:
-    """The same, with the first ones."""
-    return pad(states, (0, 0, 0, columns - states.shape[-2]))
+    """The same, with no fewer columns than there are, those at the left."""
+    gap = columns - states.shape[-2]
+    return pad(states, (0, 0, 0, gap)) if gap else states
