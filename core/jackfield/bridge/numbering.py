@@ -27,14 +27,10 @@ class Numbering:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        taking = {
-            kind: found
-            for kind in {type(module) for module in model.get_decoder().modules()}
-            if _PAST in (found := inspect.signature(kind.forward)).parameters
-        }
-        self._modules = [
-            module for module in model.get_decoder().modules() if type(module) in taking
-        ]
+        modules = list(model.get_decoder().modules())
+        kinds = {type(module) for module in modules}
+        counting = {k for k in kinds if _PAST in inspect.signature(k.forward).parameters}
+        self._modules = [module for module in modules if type(module) in counting]
 
     @contextlib.contextmanager
     def by(self, positions: torch.Tensor) -> Iterator[None]:
