@@ -92,9 +92,9 @@ def ways(engine: Engine) -> list[Callable[..., Any]]:
 class Arrival:
     """A prompt that comes before step `at`, with settings of its own."""
 
-    def __init__(self, at: int, prompt: Seq[int], **settings: Any) -> None:
+    def __init__(self, at: int, prompt: Any, **settings: Any) -> None:
         self.at = at
-        self.prompt = list(prompt)
+        self.prompt = list(prompt) if isinstance(prompt, Seq) else prompt
         self.settings: Mapping[str, Any] = settings
 
 

@@ -18,20 +18,21 @@ from jackfield.bridge.encoders import beside_an_encoder, cached_config
 from jackfield.bridge.feature_encoder import FeatureEncoder
 from jackfield.bridge.features import FeatureShape
 from jackfield.bridge.forward import forward_of
+from jackfield.bridge.joining_trial import NEW, Texts, joining_fault
 from jackfield.bridge.shrinking import VOCAB
 from jackfield.contracts import ModelInputs
 
 _SHARES = (0.8, 1.0, 0.64)  # of a usual length, which prompts have
 _PADDING = 0.3  # of the last one
-_NEW = 5
 _FIRST = 2  # tokens that are fed together, as a text may begin with several
 
 
 def feature_trial(model: PreTrainedModel) -> Trial:
     """What goes wrong with `model`, whose prompts are read one by one."""
+    bench = _Bench(model)
     return Trial(
-        batch=_Bench(model).fault(),
-        ragged=BY_COLUMN,
+        batch=bench.fault(),
+        ragged=joining_fault(bench.texts),
         holes=BY_COLUMN,
         fixed=OF_AN_ENCODER,
     )
@@ -44,14 +45,22 @@ class _Bench:
         self._encoder = FeatureEncoder(model)
         self._given = _drawn(self._encoder.shape, model.dtype)
         vocab = min(VOCAB, model.config.get_text_config(decoder=True).vocab_size)
-        self._new = torch.randint(4, vocab, (len(self._given), _NEW))
+        self._new = torch.randint(4, vocab, (len(self._given), NEW))
+        self._states = [self._encoder.read(*given) for given in self._given]
+        self._alone = torch.cat([self._own(row) for row in range(len(self._given))])
+
+    @property
+    def texts(self) -> Texts:
+        joined = self._encoder.joined
+        return Texts(
+            self._model.config, self._forward, joined, self._states, self._new, self._alone, _FIRST
+        )
 
     def fault(self) -> str | None:
         """What rows together say otherwise than the model itself of each alone; None: nothing."""
-        alone = torch.cat([self._own(row) for row in range(len(self._given))])
-        if not bool(alone.isfinite().all()):  # Parakeet's encoder of transformers 5.17
+        if not bool(self._alone.isfinite().all()):  # Parakeet's encoder of transformers 5.17
             return "of a prompt with padding its own forward call says NaN"
-        wrong = apart(self._read(), alone)
+        wrong = apart(self._read(), self._alone)
         return "a row says something else beside one with another prompt" if wrong else None
 
     def _own(self, row: int) -> torch.Tensor:
@@ -67,11 +76,10 @@ class _Bench:
 
     def _read(self) -> torch.Tensor:
         """The same of all rows, as the engine reads them: `[rows, new, vocab]`."""
-        states = [self._encoder.read(*given) for given in self._given]
-        said = self._encoder.joined(states, max(map(len, states)))
+        said = self._encoder.joined(self._states, max(map(len, self._states)))
         past = beside_an_encoder(DynamicCache(config=cached_config(self._model.config)))
         parts, begin = [], 0
-        for end in range(_FIRST, _NEW + 1):
+        for end in range(_FIRST, NEW + 1):
             ids = self._new[:, begin:end]
             positions = torch.arange(begin, end).expand_as(ids)
             kwargs: dict[str, Any] = {

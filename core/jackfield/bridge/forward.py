@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from jackfield.bridge.crossing import Crossing
 from jackfield.bridge.encoders import for_the_whole, has_encoder
 from jackfield.bridge.features import reads_features
 from jackfield.bridge.fixed_shapes import with_fixed_shapes
+from jackfield.bridge.numbering import Numbering
 from jackfield.bridge.quirks import READS_A_PREFIX
 
 if TYPE_CHECKING:
@@ -54,11 +56,14 @@ def call_of(model: PreTrainedModel) -> Callable[[dict[str, Any]], Any]:
     other_name = "past_key_values" not in parameters and "cache_params" in parameters
     prefix, encodes = READS_A_PREFIX.holds(model), has_encoder(model.config)
     crossing = Crossing(model) if reads_features(model.config) else None
+    counts = encodes and "decoder_position_ids" not in parameters
+    numbering = Numbering(model) if counts else None
     # What a config asks for training is handed on to each attention, and nobody reads it here.
     router = {"output_router_logits"} & parameters.keys()
     silent = {name: False for name in router if getattr(model.config, name, False)}
 
     def call(kwargs: dict[str, Any]) -> Any:
+        positions: Any = kwargs.get("position_ids")
         if prefix:  # it looks at these in the first step only, which feeds whole prompts
             kwargs = {**kwargs, "token_type_ids": torch.ones_like(kwargs["input_ids"])}
         if encodes:
@@ -70,10 +75,15 @@ def call_of(model: PreTrainedModel) -> Callable[[dict[str, Any]], Any]:
             kwargs["cache_params"] = kwargs.pop("past_key_values", None)
         if absent:
             kwargs = {key: value for key, value in kwargs.items() if key not in absent}
-        if crossing is None:
+        if numbering is None and crossing is None:
             return model(**kwargs)
-        kwargs = dict(kwargs)
-        with crossing.masked(kwargs.pop("attention_mask", None)):
+        with contextlib.ExitStack() as meanwhile:
+            # Where no column is padding, a token's position is its column.
+            if numbering is not None and kwargs.get("decoder_attention_mask") is not None:
+                meanwhile.enter_context(numbering.by(positions))
+            if crossing is not None:
+                kwargs = dict(kwargs)
+                meanwhile.enter_context(crossing.masked(kwargs.pop("attention_mask", None)))
             return model(**kwargs)
 
     return call

@@ -54,6 +54,8 @@ def _print(found: Explanation) -> None:
     out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
         out.print(f"  needs {name}: {evidence}")
+    if needs.waits:
+        out.print(f"  requests wait until a batch has ended: {needs.waits}")
     if found.profile is not None:
         names = ", ".join(found.profile.with_sizes.names) or "nothing"
         out.print(f"  {found.profile.origin}: {names}", soft_wrap=True)  # a path stays whole

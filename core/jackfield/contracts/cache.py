@@ -267,7 +267,8 @@ class TransformersCache(Cache):
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
         """Make an empty cache for one batch. Called when the first step of a batch is laid out.
 
-        Lives: until the last row of the batch has ended; then it is dropped.
+        Lives: until the last row of the batch has ended, or has joined another batch; then it is
+        dropped.
 
         Violations: PluginError for anything but a `transformers.Cache`. In caches that are not
         jackfield's own, what `update` returns is held to shape, dtype, device and length.

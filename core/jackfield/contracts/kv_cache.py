@@ -222,9 +222,9 @@ class KVCache(ABC):
     def adjust_schedule(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
         """How many tokens each of the running sequences feeds in this step.
 
-        For a cache whose rows move together: it evens out what the scheduler wants. A cache with
-        `continuous = True` returns `wanted`, as it does by default, or less where a pool is
-        smaller, but at least 1 of each.
+        For a cache whose rows move together: it evens out what the scheduler wants. A packed cache
+        with `continuous = True` returns `wanted`, as it does by default, or less where a pool is
+        smaller, but at least 1 of each; a padded one may have some wait.
 
         Violations: PluginError for anything but whole numbers in these bounds, not all 0.
 
@@ -377,6 +377,8 @@ class PaddedCache:
     Attributes:
         make: `make(length)` returns an empty `transformers.Cache` for a batch of at most `length`
             columns (None: not known). Called once a batch; anything else returned is a PluginError.
+            Behind an encoder, where requests may join those that run if it is a plain
+            `DynamicCache`, once more when it is bound, and then for those that come together.
         max_cache_len: No batch has more columns than that; None: any number. A request that needs
             more is refused.
         static_shapes: Buffers keep their address and shape while a batch runs. Rows that finish

@@ -117,7 +117,8 @@ class Requirements:
         branches: The model, evidence: what a step computes is decided in Python, by numbers in it.
         counts_rows: The model, evidence: shapes within a step depend on numbers in it.
         ragged: The model, evidence: rows of several lengths would be wrong in one padded batch.
-            Then only rows of one length run together.
+            Then only rows of one length run together. Behind an encoder: rows that join others, or
+            begin with more tokens, would be wrong.
         pieces: The model, evidence: a prompt that is read in several steps would be wrong.
         holes: The model, evidence: a token that is masked out once it was read would be wrong.
         fixed: The model, evidence: a cache with columns that are not written yet would be wrong.
@@ -254,6 +255,13 @@ class Requirements:
         if "linear_attention" in self.layer_types and self.layout != "packed":
             return "linear-attention layers"
         return self.features.get("bidirectional_prefix") or self.pieces
+
+    @property
+    def waits(self) -> str | None:
+        """Why requests behind an encoder wait until a batch has ended; None: the model lets them
+        join it, if the cache does.
+        """
+        return self.ragged if self.encoder is not None else None
 
     @property
     def heads_lack(self) -> list[str]:

@@ -22,7 +22,7 @@ from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
 from jackfield.engine.adapters import Adapters
 from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.encoded import EncodedCache
-from jackfield.engine.padded import laid_out
+from jackfield.engine.layouts import laid_out
 from jackfield.engine.reading import in_use
 from jackfield.engine.stateful import StatefulCache
 from jackfield.errors import ExecutionError, PlanError, UsageError

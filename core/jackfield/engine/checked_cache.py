@@ -60,7 +60,7 @@ class CheckedCache(GuardedCache):
             left = [min(most, len(s.tokens) - s.num_cached) for s in sequences]
         with self._guards["adjust_schedule"]:
             found = self.inner.adjust_schedule(tuple(sequences), list(wanted))
-            least = [int(self.continuous and most > 0) for most in left]
+            least = [int(self._packed and most > 0) for most in left]
             right = (
                 len(found) == len(left)
                 and set(map(type, found)) == {int}
@@ -69,7 +69,7 @@ class CheckedCache(GuardedCache):
                 and any(found)
             )
         if not right:
-            few = "each at least 1 where one is wanted" if self.continuous else "not all 0"
+            few = "each at least 1 where one is wanted" if self._packed else "not all 0"
             raise fault(
                 self,
                 f"adjust_schedule must return whole numbers, {few}, at most {quoted(left)}, got "

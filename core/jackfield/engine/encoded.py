@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.encoders import TextEncoder
+from jackfield.bridge.joined_rows import crop_encoder
 from jackfield.contracts import KVCache, ModelInputs
 from jackfield.engine.guarded_cache import GuardedCache
 
@@ -23,13 +24,21 @@ if TYPE_CHECKING:
 _NOBODY: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class _Said:
+    """What an encoder said, `[columns, size]`, of the token ids in `ids`; None: of features."""
+
+    states: torch.Tensor
+    ids: Seq[int] | None = None
+
+
 class EncodedCache(GuardedCache):
     """`inner` of the padded layout, whose steps get what `encoder` said of each row's prompt.
 
     A text is read once, when its sequence is first in a step; samples and beams of it share that.
-    `aside` is entered meanwhile. Features were read before their sequence entered. The rows of a
-    batch keep their columns as long as it runs, since the keys and values that were made of them
-    do.
+    `aside` is entered meanwhile. Features were read before their sequence entered. Rows have as
+    many columns as the longest; keys and values that were made of a longer one, which has left, are
+    cropped.
     """
 
     def __init__(
@@ -41,8 +50,7 @@ class EncodedCache(GuardedCache):
     ) -> None:
         super().__init__(inner, who)
         self._encoder, self._aside = encoder, aside
-        self._said: dict[int, torch.Tensor] = {}  # by the sequence's id
-        self._columns = 0
+        self._said: dict[int, _Said] = {}  # by the sequence's id
         self._rows = _NOBODY  # whose `_batch` is
         self._batch: dict[str, Any] = {}
 
@@ -51,26 +59,28 @@ class EncodedCache(GuardedCache):
         rows = tuple(item.sequence.id for item in step.scheduled)
         if new := [i.sequence for i in step.scheduled if i.sequence.id not in self._said]:
             self._read(new)
-            self._columns = max(len(self._said[row]) for row in rows)
         if rows != self._rows:
-            states = [self._said[row] for row in rows]
-            self._batch = self._encoder.joined(states, self._columns)
+            states = [self._said[row].states for row in rows]
+            longest = max(map(len, states))
+            crop_encoder(inputs.kwargs.get("past_key_values"), longest)
+            self._batch = self._encoder.joined(states, longest)
             self._rows = rows
         return replace(inputs, kwargs={**inputs.kwargs, **self._batch})
 
     def _read(self, sequences: Seq[RunningSequence]) -> None:
-        read: dict[int, torch.Tensor] = {}  # samples and beams have the same list
+        # Samples and beams have the same list, and some may run already.
+        read = {id(said.ids): said for said in self._said.values() if said.ids is not None}
         with self._aside():
             for sequence in sequences:
                 if (features := sequence.features) is not None:
                     assert features.given.said is not None
-                    self._said[sequence.id] = features.given.said
+                    self._said[sequence.id] = _Said(features.given.said)
                     continue
                 ids = sequence.encoder_ids
                 assert ids is not None
                 assert isinstance(self._encoder, TextEncoder)
                 if id(ids) not in read:
-                    read[id(ids)] = self._encoder.read(ids)
+                    read[id(ids)] = _Said(self._encoder.read(ids), ids)
                 self._said[sequence.id] = read[id(ids)]
 
     def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
@@ -102,7 +112,8 @@ class EncodedCache(GuardedCache):
         held = super().held_bytes()
         if held is None:
             return None
-        own = {id(tensor): tensor.nbytes for tensor in self._said.values()}  # shared by samples
+        states = [said.states for said in self._said.values()]
+        own = {id(tensor): tensor.nbytes for tensor in states}  # shared by samples
         batch: int = self._batch["encoder_outputs"][0].nbytes if self._batch else 0
         total: int = held + sum(own.values()) + batch
         return total

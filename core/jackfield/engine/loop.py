@@ -21,6 +21,7 @@ from jackfield.engine.ahead import Begun, feed, unread
 from jackfield.engine.batch_limits import UNLIMITED, BatchLimits
 from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.decoder import Decoder
+from jackfield.engine.encoded import EncodedCache
 from jackfield.engine.mtp import HeadDrafts
 from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.engine.stateful import StatefulCache
@@ -56,8 +57,10 @@ class Loop:
         self.clock = clock
         self.forward = forward
         self.cache = cache
-        # States of a prompt are no one else's, so nobody waits until it is read.
-        self._finds_prompts = cache.continuous and not isinstance(cache, StatefulCache)
+        # States of a prompt are no one else's, and an encoder's go with the request that reads it:
+        # nobody waits until another has read it.
+        own = isinstance(cache, StatefulCache | EncodedCache)
+        self._finds_prompts = cache.continuous and not own
         self.decoding = decoding
         self.scheduler = scheduler
         self.limits = limits
@@ -231,18 +234,18 @@ class Loop:
     def _admit(self) -> list[Event]:
         """Let in who is next, while there are places; who does not fit yet holds up the rest.
 
-        Who has images enters once the model has read them all, and holds up nobody until then.
-        Where there is no place, those of who is next are read all the same. Returns what requests
-        say whose images cannot be read, and which end.
+        Who has images or features enters once the model has read them all, and holds up nobody
+        until then. Where there is no place, images of who is next are read all the same. Returns
+        what requests say whose images cannot be read, and which end.
         """
         self._rank()
         events: list[Event] = []
         if not self.waiting:
             return events
-        if self.images is not None:
-            self.images.begin(alone=not self.running)
         closed = self._full or (self.running and not self.cache.continuous)
         free, now = 0 if closed else self._places(), self.clock()
+        if self.images is not None:
+            self.images.begin(alone=not self.running, room=free > 0)
         while (sequence := self.waiting.first(now)) is not None:
             if self._waits_for_its_leader(sequence):
                 self.waiting.put_aside(sequence)
@@ -250,7 +253,7 @@ class Loop:
             if self.images is not None and (why := self._unread(self.images, sequence)):
                 events += self._failed(sequence, why)
                 continue
-            if sequence.images is not None and sequence.images.unread:
+            if self.images is not None and self.images.unread(sequence):
                 self.waiting.pass_over(sequence)
                 if free < 1:
                     break

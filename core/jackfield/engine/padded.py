@@ -4,18 +4,16 @@ Wraps any of transformers' `Cache` classes, so that a cache backend of this layo
 Rows are aligned at the right, shorter ones are padded at the left, and all rows of a batch enter
 together. A hole inside a row (a draft that was rejected while a neighbour kept its own) is masked
 out. That is right for full-attention layers; sliding-window layers would drop live tokens, since
-transformers counts their window in columns.
+transformers counts their window in columns. Rows that join a batch that runs: `joining`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 
-from jackfield.bridge.encoders import beside_an_encoder, layers_of
 from jackfield.contracts import (
     BindContext,
     KVCache,
@@ -27,22 +25,29 @@ from jackfield.contracts import (
     StepBlock,
 )
 from jackfield.engine.batch_limits import UNLIMITED
-from jackfield.errors import CacheFullError, PluginError, quoted
+from jackfield.engine.padded_rows import (
+    aligned,
+    columns_of,
+    held_bytes_of,
+    idle,
+    made,
+    still_new,
+    take_off,
+)
+from jackfield.errors import CacheFullError
 
-
-def laid_out(bound: KVCache | PaddedCache, context: BindContext) -> KVCache:
-    """The cache that a backend bound, with its rows laid out where that is left to the engine."""
-    return PaddedKVCache(bound, context) if isinstance(bound, PaddedCache) else bound
+if TYPE_CHECKING:
+    import transformers
 
 
 class PaddedKVCache(KVCache):
     """Keys and values of a batch of rows in one transformers cache, made per batch.
 
     Where `bound.static_shapes`, no shape changes while a batch runs: rows that finished stay and
-    are fed token 0, which they alone see. Where the model cannot have padding (`ragged`), only rows
-    that are equally long enter together. Drafts (`rollback`) leave holes where rows keep different
-    numbers of them; with static shapes there is then room for these, and no drafts any more once
-    that is used up.
+    are fed token 0, which they alone see. Where the model cannot have padding (`ragged`), and
+    where an encoder reads prompts, only rows that are equally long enter together. Drafts
+    (`rollback`) leave holes where rows keep different numbers of them; with static shapes there is
+    then room for these, and no drafts any more once that is used up.
     """
 
     def __init__(self, bound: PaddedCache, context: BindContext) -> None:
@@ -51,8 +56,8 @@ class PaddedKVCache(KVCache):
         self._max_cache_len = bound.max_cache_len
         self._static = bound.static_shapes
         self._plain_tensors = bound.plain_tensors
-        self._equal_lengths = context.requirements.ragged is not None
         self._encodes = context.requirements.encoder is not None
+        self._equal_lengths = self._encodes or context.requirements.ragged is not None
         self._drafts = context.requirements.rollback
         self._forget()
 
@@ -72,7 +77,7 @@ class PaddedKVCache(KVCache):
         longest, new = self._size if self._joining else (0, 0)
         if self._equal_lengths and self._joining and len(sequence.tokens) != longest:
             return False
-        size = (max(longest, len(sequence.tokens)), max(new, _still_new(sequence)))
+        size = (max(longest, len(sequence.tokens)), max(new, still_new(sequence)))
         too_long = self._max_cache_len is not None and sum(size) - 1 > self._max_cache_len
         if too_long and self._joining:  # by itself it is let in, and fails in `prepare`, by name
             return False
@@ -103,7 +108,7 @@ class PaddedKVCache(KVCache):
         if self._capacity is None or not drafts or len(self._rows) - self._rows.count(None) == 1:
             return True
         width = max(item.num_tokens + len(item.drafts) for item in step.scheduled)
-        left = max(_still_new(item.sequence) for item in step.scheduled) - 1  # each gains a token
+        left = max(still_new(item.sequence) for item in step.scheduled) - 1  # each gains a token
         return self._columns + width + left <= self._capacity
 
     def prepare(self, step: Step) -> ModelInputs:
@@ -112,8 +117,7 @@ class PaddedKVCache(KVCache):
         width = max(item.num_tokens + len(item.drafts) for item in step.scheduled)
         scheduled = {id(item.sequence): item for item in step.scheduled}
         rows = [
-            _idle(width) if row is None else _aligned(scheduled[id(row)], width)
-            for row in self._rows
+            idle(width) if row is None else aligned(scheduled[id(row)], width) for row in self._rows
         ]
         ids, positions, valid = zip(*rows, strict=True)
         whole = all(all(marks) for marks in valid)
@@ -149,27 +153,19 @@ class PaddedKVCache(KVCache):
         """None where layers keep something else: linear ones a state, quantized ones codes."""
         if not self._plain_tensors:
             return None
-        layers = layers_of(self._past)
-        states = [getattr(x, name, None) for x in layers for name in ("keys", "values")]
-        tensors = [state for state in states if isinstance(state, torch.Tensor)]
-        if len(tensors) < len(states):
-            return None
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return held_bytes_of(self._past)
 
     def _begin(self, sequences: list[Sequence]) -> None:
-        needed = _columns(sequences)
+        needed = columns_of(sequences)
         if self._static:
-            holes = max(map(_still_new, sequences)) if self._drafts else 0
+            holes = max(map(still_new, sequences)) if self._drafts else 0
             self._capacity = max(needed, min(needed + holes, self._max_cache_len or UNLIMITED))
         if self._max_cache_len is not None and needed > self._max_cache_len:
             raise CacheFullError(
                 f"a batch that needs {needed} columns does not fit a cache of "
                 f"{self._max_cache_len}; give it 'max_cache_len={needed}'"
             )
-        past: Any = self._make(self._capacity or needed)
-        if not isinstance(past, transformers.Cache):
-            raise PluginError(f"make must return a transformers Cache, got {quoted(past)}")
-        self._past = beside_an_encoder(past) if self._encodes else past
+        self._past = made(self._make, self._capacity or needed, encodes=self._encodes)
         self._rows, self._joining = list(sequences), []
 
     def _mark(self, valid: torch.Tensor | None, width: int) -> None:
@@ -194,7 +190,7 @@ class PaddedKVCache(KVCache):
         for item, count in zip(step.scheduled, kept, strict=True):
             item.sequence.num_cached = item.start + count
             rejected[id(item.sequence)] = gone = item.num_tokens + len(item.drafts) - count
-            _take_off(self._places[item.sequence.id], gone)
+            take_off(self._places[item.sequence.id], gone)
         if any(rejected.values()):
             self._take_back(rejected)
 
@@ -217,7 +213,7 @@ class PaddedKVCache(KVCache):
         row = next(i for i, other in enumerate(self._rows) if other is sequence)
         mask = self._masked(self._columns)
         mask[row] *= mask[row].cumsum(0) <= tokens
-        _take_off(self._places[sequence.id], sequence.num_cached - tokens)
+        take_off(self._places[sequence.id], sequence.num_cached - tokens)
         sequence.num_cached = tokens
         live = [self._places[other.id] for other in self._rows if other is not None]
         self._crop_to(max((sum(runs[-1]) for runs in live if runs), default=0))
@@ -264,37 +260,3 @@ class PaddedKVCache(KVCache):
         elif len(stay) < len(self._rows):
             self._rows = [self._rows[i] for i in stay]
             self._take_rows(stay)
-
-
-def _columns(sequences: Seq[Sequence]) -> int:
-    """How many columns a batch of these has at most: the last new token is never fed."""
-    longest = max(len(sequence.tokens) for sequence in sequences)
-    return longest + max(_still_new(sequence) for sequence in sequences) - 1
-
-
-def _still_new(sequence: Sequence) -> int:
-    """How many new tokens it can still get."""
-    return sequence.settings.max_new_tokens - sequence.num_new
-
-
-def _take_off(runs: list[list[int]], count: int) -> None:
-    """Drop the last `count` places of a row."""
-    while count:
-        taken = min(count, runs[-1][1])
-        runs[-1][1] -= taken
-        count -= taken
-        if not runs[-1][1]:
-            runs.pop()
-
-
-def _aligned(item: ScheduledSequence, width: int) -> tuple[list[int], list[int], list[int]]:
-    """Token ids, positions and validity of a row of `width` columns, the tokens at its right."""
-    tokens = item.token_ids
-    gap = [0] * (width - len(tokens))
-    positions = range(item.start, item.start + len(tokens))
-    return [*gap, *tokens], [*gap, *positions], [*gap, *([1] * len(tokens))]
-
-
-def _idle(width: int) -> tuple[list[int], list[int], list[int]]:
-    """A row that nobody reads sees itself, since a row that sees nothing can become NaN."""
-    return [0] * width, [0] * width, [1] * width

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jackfield.engine.batch_limits import UNLIMITED
 from jackfield.sampling.fenced import fenced
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class StepFeatures:
     """What a loop asks of features, as of images. `aside` is entered while the encoder reads.
 
     Those of requests that are about to run together are read one after another, where nobody runs.
+    Where somebody does, those of one are read before each step, if there is a place for it.
     """
 
     what = "features"
@@ -30,11 +32,13 @@ class StepFeatures:
         self, encoder: FeatureEncoder, aside: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._encoder, self._aside = encoder, aside
-        self._alone = True
+        self._left = UNLIMITED  # how many prompts may still be read before the next step
 
-    def begin(self, *, alone: bool) -> None:
-        """Sequences are about to enter; `alone`: nobody runs whom this holds up."""
-        self._alone = alone
+    def begin(self, *, alone: bool, room: bool) -> None:
+        """Sequences are about to enter, if there is `room`; `alone`: nobody runs whom this holds
+        up.
+        """
+        self._left = UNLIMITED if alone else int(room)
 
     def read(self, sequence: RunningSequence) -> None:
         """Have the encoder read what a sequence that enters was given, once for all that share it.
@@ -42,7 +46,7 @@ class StepFeatures:
         Settles the language in what its text begins with. Raises OwnFailure.
         """
         features = sequence.features
-        if features is None or not self._alone:
+        if features is None or (self.unread(sequence) and not self._left):
             return
         fenced("features", sequence.id, partial(self._read, features))
         language = features.given.language
@@ -50,8 +54,17 @@ class StepFeatures:
             for member in sequence.members:
                 list.__setitem__(member.tokens, 1, language)
 
+    def unread(self, sequence: RunningSequence) -> bool:
+        """Whether it cannot enter yet."""
+        features = sequence.features
+        if features is None:
+            return False
+        finds = bool(features.beginning.languages) and features.given.language is None
+        return features.given.said is None or finds
+
     def _read(self, features: PromptFeatures) -> None:
         given, (start, *_) = features.given, features.beginning.ids
+        self._left -= given.said is None
         with self._aside():
             if given.said is None:
                 assert given.values is not None

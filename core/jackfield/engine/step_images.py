@@ -95,8 +95,12 @@ class StepImages:
         self._ends = 0.0  # when no further image is begun before the next step
         self._begun = False  # whether one was
 
-    def begin(self, *, alone: bool) -> None:
-        """Sequences are about to enter; `alone`: nobody runs whom this holds up."""
+    def begin(self, *, alone: bool, room: bool) -> None:
+        """Sequences are about to enter; `alone`: nobody runs whom this holds up.
+
+        Also where there is no `room` for any.
+        """
+        del room
         if alone and self._forgets:
             self.kept.clear()
         self._ends = time.perf_counter() + ALONE_SECONDS if alone else 0.0
@@ -111,6 +115,10 @@ class StepImages:
         if images is not None and images.unread:
             prompt = sequence.tokens[: sequence.prompt_length]
             fenced("image", sequence.id, partial(self._read, images, prompt))
+
+    def unread(self, sequence: RunningSequence) -> bool:
+        """Whether it cannot enter yet."""
+        return sequence.images is not None and bool(sequence.images.unread)
 
     def _read(self, images: PromptImages, prompt: list[int]) -> None:
         found, shown = images.said, images.shown

@@ -260,6 +260,8 @@ class Plan:
         needs = self.requirements
         lines = [f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout"]
         lines += [f"  needs {name}: {evidence}" for name, evidence in needs.features.items()]
+        if needs.waits:
+            lines.append(f"  requests wait until a batch has ended: {needs.waits}")
         if self.experts:
             lines.append(f"  experts: {self.experts}")
         lines += [f"  {kind}: {choice}" for kind, choice in self.choices.items()]

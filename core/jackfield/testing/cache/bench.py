@@ -20,7 +20,7 @@ from jackfield.contracts import (
 )
 from jackfield.engine.checked_cache import CheckedCache
 from jackfield.engine.checked_packed import CheckedPackedCache
-from jackfield.engine.padded import laid_out
+from jackfield.engine.layouts import laid_out
 from jackfield.errors import JackfieldError, PlanError
 from jackfield.spelling import Selection, parse
 from jackfield.testing.cache.driver import Driver
