@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from families import FAMILIES, WINDOW, build, oracle, prompts, references
 from hypothesis import given, settings
 from hypothesis import strategies as st
