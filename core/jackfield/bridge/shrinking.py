@@ -141,7 +141,7 @@ def leave(config: PreTrainedConfig, layers: Sequence[int]) -> None:
     for name, values in lists.items():
         setattr(config, name, [values[index] for index in layers])
     if own:
-        config.per_layer_config = {at: own[i] for at, i in enumerate(layers) if i in own}
+        config.per_layer_config = {at: dict(own[i]) for at, i in enumerate(layers) if i in own}
     if any(index >= sharing for index in layers):
         config.num_kv_shared_layers = sum(index >= sharing for index in layers)
 
