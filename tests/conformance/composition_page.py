@@ -55,7 +55,9 @@ EOS tokens that texts come to, and with none at all: neither of the request nor 
 the tokenizer. A draft model is the model itself with its weights shaken, so that many a draft is
 right and many a one is wrong; *another tokenizer* gives the same characters other ids. *Structured*
 texts follow a regular expression, for the oracle by llguidance's own mask through
-`prefix_allowed_tokens_fn`. The attention is the one that `auto` takes.""",
+`prefix_allowed_tokens_fn`. The attention is the one that `auto` takes. `mtp` is not in the table:
+these models have no heads ([which it was tried with](decoding.md#heads-of-its-own):
+tests/conformance/test_mtp.py).""",
     {"quantized` with `sample": LOSSY["quantized"]},
 )
 COMPILING = Table(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,7 @@ class CompiledForward:
         compilation: Compilation,
         registered: Registered,
         operators: NativeOperators,
+        sources: Mapping[int, int],
     ) -> None:
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
@@ -76,6 +77,7 @@ class CompiledForward:
         self._guard = guarded(registered, "its compiled step")
         self._modules = dict(attention_modules(model))
         self._kinds = layer_types(model.config)
+        self._sources = sources  # layers that read what another one keeps
         self._uncompiled = forward_of(model)
         self._step = step = _step_of(model, "logits_to_keep" in parameters)
         compilation.native_operators = operators
@@ -153,7 +155,9 @@ class CompiledForward:
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)
         native = self.native if past is None else None
-        step = OpaqueStep(self.attend, self._modules, rows, width, past, masks, native)
+        step = OpaqueStep(
+            self.attend, self._modules, rows, width, past, masks, native, sources=self._sources
+        )
         fill = self._fill
         size = (0, fill(width) - width, 0, fill(rows) - rows)
         ids, positions = pad(kwargs["input_ids"], size), pad(kwargs["position_ids"], size)
@@ -245,7 +249,8 @@ class CompiledForward:
         )
         if not isinstance(found, dict):
             return dict.fromkeys(self._modules, found)
-        return {layer: found[self._kinds[layer]] for layer in self._modules}
+        kinds, sources = self._kinds, self._sources
+        return {layer: found[kinds[sources.get(layer, layer)]] for layer in self._modules}
 
 
 def _step_of(model: PreTrainedModel, keeps: bool) -> Callable[..., torch.Tensor]:

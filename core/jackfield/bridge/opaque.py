@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,8 +44,9 @@ class OpaqueStep:
 
     The first `rows` rows and `width` columns are the step's own tokens, the rest was filled up.
     `attend` is the attention as it is called in steps that are not compiled. Where keys and values
-    lie in a cache of transformers, it is `past`, and `masks` has the mask of each layer. One that
-    may `run_as_it_is` lies at a fixed place, and nothing has to compile it.
+    lie in a cache of transformers, it is `past`, and `masks` has the mask of each layer; `sources`
+    has the layer that keeps what another one reads. One that may `run_as_it_is` lies at a fixed
+    place, and nothing has to compile it.
     """
 
     attend: Attend
@@ -56,6 +57,8 @@ class OpaqueStep:
     masks: Mapping[int, torch.Tensor | None] | None = None
     native: NativeAttention | None = None
     run_as_it_is: bool = False
+    sources: Mapping[int, int] = field(default_factory=dict)
+    _kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def native_calls(
         self,
@@ -86,7 +89,7 @@ class OpaqueStep:
             query, key, value = (t[: self.rows, :, : self.width] for t in (query, key, value))
         mask = None
         if self.past is not None:
-            key, value = self.past.update(key, value, layer)
+            key, value = self._cached(layer, key, value)
             mask = cut_to(self.masks[layer] if self.masks else None, key)
         output = self.attend(self.modules[layer], query, key, value, mask, **kwargs)[0]
         if not filled:
@@ -94,6 +97,17 @@ class OpaqueStep:
         whole = output.new_zeros(rows, columns, *output.shape[2:])
         whole[: self.rows, : self.width] = output
         return whole
+
+    def _cached(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values that a layer sees, with those of the step."""
+        if layer in self.sources:
+            return self._kept[self.sources[layer]]
+        found: tuple[torch.Tensor, torch.Tensor] = self.past.update(key, value, layer)
+        if self.sources:
+            self._kept[layer] = found
+        return found
 
 
 @dataclass(eq=False)

@@ -181,7 +181,8 @@ class BoundModel:
         with guarded(quantizer, "native_operators"):
             operators = quantizer.backend.native_operators()
         compiler = self.plan["compiler"].registered
-        return CompiledForward(self.model, compilation, compiler, operators)
+        sources = dict(self.plan.requirements.shared_layers)
+        return CompiledForward(self.model, compilation, compiler, operators, sources)
 
     def switch_adapter(self, *, on: bool) -> None:
         """Run with the adapter, or without it; nothing may be running. Raises UsageError."""
