@@ -147,6 +147,7 @@ def test_a_structure_that_is_not_kept_is_caught(monkeypatch: pytest.MonkeyPatch)
         ("gemma3", "inductor", "static", "float64"),
         ("mixtral", "inductor", "paged", "float32"),
         ("mixtral", "native", "paged", "float32"),
+        ("gemma4", "native", "dynamic", "float64"),
     ],
 )
 def test_compilers(family: str, compiler: str, cache: str, note: str) -> None:
