@@ -90,7 +90,7 @@ def assemble(
     notice_selectors(model.generation_config, frozenset().union(*offered), whose)
     text = Text(tokenizer, vocab_size_of(model))
     structures = Structures(tokenizer, text.vocab_size)
-    bound = BoundModel(model, plan, *plan.room(), free, beside)
+    bound = BoundModel(model, plan, *plan.room(), free, beside, limits.max_chunk_size)
     unused = partial(hand_back, input_device(model).type)
     held, restore = [bound.close], []  # what is given back where the rest fails
     try:
