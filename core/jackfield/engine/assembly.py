@@ -107,7 +107,7 @@ def assemble(
         intake = None if images is None else ImageIntake(images, image_token(model), limits.cuts)
         if isinstance(images, ImageReader):
             loop.images = StepImages(
-                ImageEncoder(model, images.token_types),
+                ImageEncoder(model, images.rules.token_types),
                 bound.aside,
                 forgets=plan.requirements.live,
                 windows=images.windows(plan.requirements),
