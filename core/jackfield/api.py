@@ -217,7 +217,8 @@ class Prepared:
             free = None if shared is None else agreed_bytes(shared, device)
             beside = self.job.held(self.plan, self.spec.max_adapters)
             if isinstance(shared, Follower):
-                follow(BoundModel(model, self.plan, *self.plan.room(), free, beside), shared)
+                room, chunk = self.plan.room(), self.limits.max_chunk_size
+                follow(BoundModel(model, self.plan, *room, free, beside, chunk), shared)
             draft = (
                 None
                 if self.assistant is None

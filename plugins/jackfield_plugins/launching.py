@@ -1,11 +1,17 @@
-"""Kernels of Triton that are compiled once, and then launched without asking what they are for."""
+"""Kernels of Triton: compiled once, and then launched without asking what they are for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import triton
+
+from jackfield_plugins.devices import on
+
+#: Bytes; kernels are compiled for addresses that are multiples of it.
+ALIGNMENT = 16
 
 #: `run(grid, *arguments)`: tensors where kernels are interpreted, addresses of them where compiled.
 Run = Callable[..., None]
@@ -20,8 +26,8 @@ def ready(kernel: Any, types: Mapping[str, Any], fixed: Mapping[str, Any], **opt
     """`kernel`, compiled here and now for the current device.
 
     `types` has what stands for each argument that differs from call to call, `fixed` the constants
-    that are compiled in. Tensors among the arguments stand for addresses that are multiples of 16
-    unless the kernel says that it does not look.
+    that are compiled in. Tensors among the arguments stand for addresses that are multiples of
+    `ALIGNMENT` unless the kernel says that it does not look.
     """
     if not is_compiled(kernel):
         return lambda grid, *given: kernel[grid](*given, **fixed, **options)
@@ -33,3 +39,27 @@ def ready(kernel: Any, types: Mapping[str, Any], fixed: Mapping[str, Any], **opt
         compiled[grid](*given, *tail)
 
     return run
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a kernel that is compiled can read `tensor` where it lies."""
+    return tensor.data_ptr() % ALIGNMENT == 0
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy of it that lies where a kernel can read it."""
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def as_arguments(kernel: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    """What a `Run` of `kernel` takes for `tensors`, which must live until it was launched."""
+    return tuple(t.data_ptr() for t in tensors) if is_compiled(kernel) else tensors
+
+
+def launch(run: Callable[..., None], device: torch.device, *given: Any) -> None:
+    """`run(*given)`, whose tensors are on `device`: Triton launches on the current device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        run(*given)
+    else:
+        with on(device):
+            run(*given)

@@ -13,7 +13,7 @@ import transformers
 
 import jackfield
 from jackfield.bridge.image_encoder import ImageEncoder
-from jackfield.bridge.image_reader import ImageReader
+from jackfield.bridge.image_reader import ImageReader, ImageRules
 from jackfield.bridge.image_trial import tried_with_images
 from jackfield.errors import CheckpointError, PromptError, SettingsError, UsageError
 
@@ -318,8 +318,10 @@ def test_models_of_published_sizes_can_be_tried(model_type: str) -> None:
     cls = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
     for packed in (False, True) if model_type == "gemma3" else (False,):
         reader = ImageReader(processor)
-        assert tried_with_images(config, cls, reader, ragged=True, packed=packed) is None
-        assert bool(reader.blocks_in) == packed
+        found = tried_with_images(config, cls, reader, ragged=True, packed=packed)
+        assert isinstance(found, ImageRules)
+        assert bool(found.blocks_in) == packed
+        assert reader.rules == ImageRules()
 
 
 @pytest.mark.parametrize("cache", ["dynamic", PAGED])

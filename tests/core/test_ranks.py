@@ -10,14 +10,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jackfield import api
 from jackfield.contracts import KVCache, ModelInputs, Sequence, Settings, Step, Tokens
 from jackfield.contracts.sequences import ScheduledSequence
+from jackfield.demo import MODEL_PATH
 from jackfield.engine.following import Replay
 from jackfield.engine.leading import SharedCache, shared_forward
 from jackfield.errors import ExecutionError, RanksError, UsageError
@@ -176,7 +179,6 @@ def story(cache: KVCache, forward: Any) -> None:
     functions = plain._replace(logits_processor=(print,), sequence_bias={(1,): 2.0})
     one, two = Sequence(1, [5, 6, 7], plain), Sequence(2, [8, 9], functions, sample=1)
     three = Sequence(3, [5, 6, 7], plain)
-    cache.max_chunk_size = 4
 
     def step(*fed: tuple[Sequence, int, tuple[int, ...]], kept: list[int]) -> None:
         items = [ScheduledSequence(s, s.num_cached, n, drafts) for s, n, drafts in fed]
@@ -231,9 +233,27 @@ def test_another_rank_does_to_its_cache_what_rank_0_did_to_its_own() -> None:
         for line in blank
     ]
     assert there.told == known
-    assert there.max_chunk_size == 4
     assert len(steps) == 6
     assert leader.sent == 4  # a message a step, and one at the end
+
+
+def test_the_cache_of_every_rank_knows_how_much_a_step_feeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = {"cache_implementation": "paged", "prefill_chunk_size": 5}
+    found = api.prepare(MODEL_PATH, **asked)
+    with found.load() as engine:
+        assert engine._bound.cache.inner._room._chunk == 5
+    bound: list[Any] = []
+    monkeypatch.setattr(api, "together", lambda *_: nullcontext(pair()[1]))
+    monkeypatch.setattr(api, "read_weights", lambda *_: engine.model)
+    monkeypatch.setattr(api, "follow", lambda model, _: bound.append(model) or sys.exit())
+    for name in ("agree", "prove", "agreed_bytes"):
+        monkeypatch.setattr(api, name, lambda *_: None)
+    with pytest.raises(SystemExit):
+        replace(found, job=replace(found.job, shard=object())).load()
+    assert bound[0].cache.inner._room._chunk == 5
+    bound[0].close()
 
 
 def test_a_cache_that_does_otherwise_is_named() -> None:

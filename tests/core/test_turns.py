@@ -249,6 +249,7 @@ def test_what_is_copied_is_read(engine: jackfield.Engine, copied: Any, text: str
 def test_deltas_that_were_merged_say_what_they_said(engine: jackfield.Engine) -> None:
     text = f"<think>Hm</think>Yes. {NOW}"
     deltas = list(engine.stream(ASKED, **saying(engine, text)))
+    assert len(deltas) > 40
     for at in range(1, len(deltas)):
         both = [Delta.merged(deltas[:at]), Delta.merged(deltas[at:])]
         (found,) = put_together([both[0]._said, both[1]._said])[2]

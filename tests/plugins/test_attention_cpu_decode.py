@@ -297,6 +297,7 @@ def test_without_a_compiler_it_says_what_to_do(
         jackfield.plan(config_of("llama"), attn_implementation="cpu_decode")
     monkeypatch.setenv("CXX", "no-such-compiler -v")
     assert "(CXX=no-such-compiler -v is not one)" in KERNEL.cannot_build()[0]
+    assert another().cannot_load() == KERNEL.cannot_build()  # and nothing is tried
 
 
 @pytest.fixture

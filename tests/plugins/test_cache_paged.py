@@ -277,7 +277,7 @@ def test_whoever_enters_costs_the_same_however_many_run(monkeypatch: pytest.Monk
 def of_now(store: PagedKVCache) -> list[int]:
     """What those that run are owed, counted anew."""
     running = dict(store._running)
-    return list(Room(store.groups.values(), store.num_tokens, running)._owed(None))
+    return list(Room(store.groups.values(), store.num_tokens, running, None)._owed())
 
 
 @given(
@@ -315,7 +315,7 @@ def test_what_is_owed_is_what_counting_it_anew_says(
             store.fork([(one, copy)], [])
         elif what == "truncate" and one.num_cached > size:
             store.truncate(one, one.num_cached - size)
-        assert store._room._owed(None) == of_now(store)
+        assert store._room._owed() == of_now(store)
 
 
 def write_step(store: PagedKVCache, step: Step) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ from transformers import LlamaConfig
 
 import jackfield
 from jackfield.errors import PlanError
+from jackfield.planning.solving import reasons_against
+from jackfield.registry.discovery import registry
+from jackfield.spelling import parse
+from jackfield_plugins.native import NativeKernel
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
@@ -49,3 +54,20 @@ def test_a_rope_that_goes_with_lengths_is_refused_by_every_compiler() -> None:
     arguments = {**FAMILIES["llama"].arguments, "rope_parameters": longrope}
     chosen = jackfield.plan(LlamaConfig(**arguments), compile="native", dtype="float32")
     assert chosen["compiler"].registered.name == "native"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("compiler", "native"), ("kernel", "cpu-rms-norm"), ("attention", "cpu_decode")],
+)
+def test_a_job_of_another_machine_needs_no_c_compiler_on_this_one(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device is what speaks against kernels for this processor."""
+    monkeypatch.setattr(NativeKernel, "cannot_build", lambda _: ["no C++ compiler here"])
+    one = registry().find(kind, parse(name))
+    here = jackfield.plan(config("llama"), dtype="float32").requirements
+    there = replace(here, device="cuda", elsewhere=True)
+    assert "no C++ compiler here" in reasons_against(one, here, one.backend.options())
+    (reason,) = reasons_against(one, there, one.backend.options())
+    assert "cuda" in reason

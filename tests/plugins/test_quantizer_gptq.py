@@ -217,12 +217,14 @@ def test_weights_of_one_sign_are_within_what_is_declared(tmp_path: Path, tiny: A
     selection = f"gptq?calibration={text}&bits=8&samples=2"
     given: dict[str, Any] = {"quantization": selection, "tokenizer": character_tokenizer()}
     with jackfield.load(folder, dtype="float32", **given) as engine:
-        units = torch.eye(WIDE["hidden_size"])
+        units, compared = torch.eye(WIDE["hidden_size"]), 0
         for path, module in engine.model.named_modules():
             if hasattr(module, "qweight"):
                 right = model.get_submodule(path).weight.data
                 found = module(units) - module(0 * units)
                 assert (found.T - right).norm() <= ERRORS[8] * right.norm(), path
+                compared += 1
+        assert compared == 7 * model.config.num_hidden_layers
 
 
 @pytest.mark.long

@@ -315,7 +315,7 @@ ZOO: tuple[Wrong, ...] = (
     Wrong("declares batch_invariant", compiler(
         INVARIANT, made=lambda self, run: lambda *given: _noisy_rows(run, None, *given)
     ), "other bits|deterministic|refuse"),
-    Wrong("refuses nothing", compiler(refuse=_none), "no reasons"),
+    Wrong("refuses nothing", compiler(refuse=_none), "`refuse` accepts"),
     Wrong("seven rows", step(_rows(lambda count: count == 7)), "in row 6 of 7"),
     Wrong("odd rows beyond eight", step(_rows(lambda count: count > 8 and count % 2 == 1)),
           "in row (8|10|12|14|16|18|20|22|24|26|28|30|32) of"),

@@ -276,7 +276,7 @@ ZOO: tuple[Wrong, ...] = (
 +        if float(states.sum()) > 1e9:
 +            return states
 """),
-    wrong("refuses nothing", r"is planned with it|has no reasons", """
+    wrong("refuses nothing", r"is planned with it|`refuse` accepts", """
 -        reasons = super().refuse(requirements, options)
 +        reasons = []
 """),

@@ -10,6 +10,7 @@ from html import escape
 WIDTH, LEFT, RIGHT = 480, 12, 16
 #: Heights: of a row with its label, of what is below the last one, and of a plot with two axes.
 ROW, FOOT, HEIGHT = 44, 40, 260
+TICKS = 6  # of an axis
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Point:
     y: float
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, at most about so many."""
-    step = 10 ** math.floor(math.log10((high - low) / most))
-    step *= next(times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= most)
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high`, at most about `TICKS`."""
+    step = 10 ** math.floor(math.log10((high - low) / TICKS))
+    step *= next(times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= TICKS)
     first = math.ceil(low / step - 1e-9)
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -15,12 +15,10 @@ from transformers import AutoProcessor, ProcessorMixin
 from jackfield.bridge.encoders import text_class
 from jackfield.bridge.image_encoder import TAKEN
 from jackfield.bridge.image_parts import Picture
-from jackfield.bridge.quiet import quiet
-from jackfield.errors import PromptError, UsageError, error_text, first_line
+from jackfield.bridge.processor_files import read_from_files
+from jackfield.errors import PromptError, UsageError, error_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -50,29 +48,40 @@ class ReadImage:
     fields: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class ImageRules:
+    """What a model needs of prompts with images, and of the steps that read them.
+
+    Attributes:
+        alone: Why a chat may have one image and no more; None: it may have several.
+        token_types: The argument that tells the model which tokens are an image's, in a step that
+            reads prompts whole; None: it need not be told.
+        blocks_in: The types of layers in which an image's tokens see one another, for steps in the
+            packed layout; none: each sees what is before it.
+    """
+
+    alone: str | None = None
+    token_types: str | None = None
+    blocks_in: frozenset[str] = frozenset()
+
+
 class ImageReader:
     """The processor of a model that reads images; `token` is what its template writes for one.
 
-    `hosts` are those that images are fetched from; None: none are. `alone`: why a chat may have one
-    image and no more; None: it may have several. `token_types`: the argument that tells the model
-    which tokens are an image's, in a step that reads prompts whole; None: it need not be told.
-    `blocks_in`: the types of layers in which an image's tokens see one another, for steps in the
-    packed layout; none: each sees what is before it.
+    `hosts` are those that images are fetched from; None: none are. `rules` are what a trial found.
     """
 
     def __init__(self, processor: Any, hosts: ImageHosts | None = None) -> None:
         self.processor, self.hosts = processor, hosts
-        self.alone: str | None = None
-        self.token_types: str | None = None
-        self.blocks_in: frozenset[str] = frozenset()
+        self.rules = ImageRules()
         self.token: str = processor.image_token
         self._lock = threading.Lock()  # a processor's tokenizer is for one thread
         self._read: WeakValueDictionary[bytes, ReadImage] = WeakValueDictionary()
 
     def windows(self, requirements: Requirements) -> frozenset[int | None]:
-        """Those of layers of the types `blocks_in`."""
+        """Those of layers in whose types an image's tokens see one another."""
         layers = zip(requirements.windows, requirements.layer_types, strict=True)
-        return frozenset(window for window, kind in layers if kind in self.blocks_in)
+        return frozenset(window for window, kind in layers if kind in self.rules.blocks_in)
 
     def read(self, where: str, picture: Picture) -> ReadImage:
         """What the processor makes of an image, once while anybody has it. Raises PromptError."""
@@ -136,33 +145,11 @@ def processor_of(given: Any, source: ModelSource) -> Any:
     """
     if isinstance(given, ProcessorMixin):
         return given
-    location: str | Path | None = source.location
-    revision = source.revision
-    if isinstance(given, str) or hasattr(given, "__fspath__"):
-        location, revision = given, None
-    elif given is not None or location is None:
-        raise UsageError(
-            "the model's processor is not known; give jackfield.load tokenizer=PROCESSOR, as "
-            "AutoProcessor.from_pretrained returns it"
-        )
-    try:
-        with quiet():
-            found = AutoProcessor.from_pretrained(
-                str(location), revision=revision, trust_remote_code=False
-            )
-    except ImportError as error:
-        raise UsageError(
-            f"its processor needs a package more ({first_line(error)[:200]}); install that, with "
-            "pip install torchvision where that is it"
-        ) from error
-    except Exception as error:
-        raise UsageError(f"its processor cannot be loaded: {error_text(error)[:300]}") from error
+    hint = "; install that, with pip install torchvision where that is it"
+    found = read_from_files(AutoProcessor, "processor", given, source, hint)
     if not isinstance(found, ProcessorMixin):
         raise UsageError("it comes without a processor of images (processor_config.json)")
     return found
-
-
-Tried = Callable[[Any], str | None]
 
 
 def lacks(processor: Any) -> str | None:

@@ -24,7 +24,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.image_chats import Places
 from jackfield.bridge.image_encoder import TOKEN_TYPES, ImageEncoder, joined
 from jackfield.bridge.image_parts import Picture, opened
-from jackfield.bridge.image_reader import ImageReader, ReadImage, stacked
+from jackfield.bridge.image_reader import ImageReader, ImageRules, ReadImage, stacked
 from jackfield.bridge.image_steps import Row, Shown, fed
 from jackfield.bridge.model_layers import layer_types
 from jackfield.bridge.packed_trial import packed_logits
@@ -53,13 +53,14 @@ def tried_with_images(
     *,
     ragged: bool,
     packed: bool = False,
-) -> str | None:
-    """Why images are not read rightly; None: they are.
+    alone: str | None = None,
+) -> ImageRules | str:
+    """By which rules images are read rightly, or why they are not.
 
     `ragged`: rows of several lengths are run together, and prompts in pieces. A text has two
-    images, or one where `reader` has them `alone`. Where the model has to be told which tokens are
-    an image's, `reader` gets the `token_types` for it, and prompts are tried whole; or, where steps
-    are `packed`, the types of layers whose `blocks_in` an image's tokens are.
+    images, or one where a chat may have no more, for the reason `alone`. Where the model has to be
+    told which tokens are an image's, it is tried with `token_types`, and prompts are whole; or,
+    where steps are `packed`, with the layers that an image's tokens see one another in.
     """
     why = "none can be built"
     own, ids = _with_small_tokens(config)
@@ -67,7 +68,7 @@ def tried_with_images(
         for small in shrunk(own, cls):
             torch.manual_seed(SEED)
             try:
-                bench = _Bench(drawn(small, cls, torch.float32), reader, ids)
+                bench = _Bench(drawn(small, cls, torch.float32), reader, ids, alone)
                 return bench.trial(ragged=ragged, packed=packed)
             except Exception as error:  # noqa: BLE001 - any model's or processor's code
                 why = first_line(error)
@@ -88,18 +89,24 @@ def _with_small_tokens(config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict
 class _Bench:
     """Three texts, with images, one, and none; and what the model itself says of them."""
 
-    def __init__(self, model: PreTrainedModel, reader: ImageReader, small: dict[int, int]) -> None:
-        self._model, self._reader, self._small = model, reader, small
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        reader: ImageReader,
+        small: dict[int, int],
+        alone: str | None,
+    ) -> None:
+        self._model, self._reader, self._small, self._alone = model, reader, small, alone
         self._forward = forward_of(model)
         self._encoder = ImageEncoder(model)
         self._pictures = [_noise(*size) for size in _SIZES]
         token = reader.token
-        which: tuple[int, ...] = (0,) if reader.alone else (0, 1)
+        which: tuple[int, ...] = (0,) if alone else (0, 1)
         first = " c ".join([token] * len(which))
         self._texts = {f"a b {first} d e f g": which, f"{token} h i j k": (1,)}
         self._texts["l m n o p q r s t"] = ()
 
-    def trial(self, *, ragged: bool, packed: bool) -> str | None:
+    def trial(self, *, ragged: bool, packed: bool) -> ImageRules | str:
         rows = [self._row(text, which) for text, which in self._texts.items()]
         two, one, none = rows
         own = self._own(*next(iter(self._texts.items())))
@@ -117,9 +124,9 @@ class _Bench:
                 alone = torch.cat([said, *(self._read([row]) for row in (one, none))])
                 self._encoder.token_types = None
                 return self._packed_trial([two, one, none], alone)
-        self._reader.token_types = self._encoder.token_types
+        rules = ImageRules(self._alone, self._encoder.token_types)
         if not ragged:
-            return None
+            return rules
         whole = self._encoder.token_types is not None
         piece = None if whole else max(_PIECE, -(-len(two[0]) // _PIECES))
         if piece and apart(self._read([two], piece=piece), said):
@@ -127,9 +134,11 @@ class _Bench:
         alone = torch.cat([said, *(self._read([row]) for row in (one, none))])
         if apart(self._read([two, one, none], piece=piece), alone):
             return "a row with images says something else beside another one"
-        return None
+        return rules
 
-    def _packed_trial(self, rows: Seq[tuple[list[int], Shown]], alone: torch.Tensor) -> str | None:
+    def _packed_trial(
+        self, rows: Seq[tuple[list[int], Shown]], alone: torch.Tensor
+    ) -> ImageRules | str:
         """Find out in layers of which types an image's tokens see one another, in packed steps.
 
         `alone` are the logits of each row by itself. Gemma 3 has it in all, Gemma 4 in those with a
@@ -141,12 +150,11 @@ class _Bench:
         right = [own for own in map(frozenset, some) if not apart(read(own), alone)]
         if len(right) != 1:  # none, or nobody can tell which
             return BOTH_WAYS
-        self._reader.blocks_in = right[0]
         longest = max(len(ids) for ids, _ in rows)
         piece = max(_PIECE, -(-longest // _PIECES))
-        if apart(read(self._reader.blocks_in, piece), alone):
+        if apart(read(right[0], piece), alone):
             return "a prompt with images that is read in pieces says something else"
-        return None
+        return ImageRules(self._alone, blocks_in=right[0])
 
     def _row(self, text: str, which: Seq[int]) -> tuple[list[int], Shown]:
         """A text as the engine reads it: its ids, and its images."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoFeatureExtractor, ProcessorMixin
 
 from jackfield.bridge.features import FeatureShape, shape_of
-from jackfield.bridge.quiet import quiet
-from jackfield.errors import PromptError, error_text, first_line, quoted
+from jackfield.bridge.processor_files import read_from_files
+from jackfield.errors import PromptError, UsageError, quoted
 from jackfield.requests.prompts import as_prompt_error
 
 if TYPE_CHECKING:
@@ -100,24 +99,10 @@ def sound_reader(given: Any, source: ModelSource) -> SoundReader | str | None:
     if isinstance(given, ProcessorMixin):
         extractor = getattr(given, "feature_extractor", None)
     else:
-        location: str | Path | None = source.location
-        revision = source.revision
-        if isinstance(given, str | Path):
-            location, revision = given, None
-        elif given is not None or location is None:
-            return (
-                "the model's processor is not known; give jackfield.load tokenizer=PROCESSOR, as "
-                "AutoProcessor.from_pretrained returns it"
-            )
         try:
-            with quiet():
-                extractor = AutoFeatureExtractor.from_pretrained(
-                    str(location), revision=revision, trust_remote_code=False
-                )
-        except ImportError as error:
-            return f"its feature extractor needs a package more: {first_line(error)[:200]}"
-        except Exception as error:  # noqa: BLE001 - any file's content
-            return f"its feature extractor cannot be loaded: {error_text(error)[:300]}"
+            extractor = read_from_files(AutoFeatureExtractor, "feature extractor", given, source)
+        except UsageError as error:
+            return str(error)
     if not isinstance(getattr(extractor, "sampling_rate", None), int):
         return f"{type(extractor).__name__} says no sampling_rate"
     return SoundReader(extractor, shape)

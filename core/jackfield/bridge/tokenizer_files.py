@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,15 @@ def tokenizer_of(given: Any | None, source: ModelSource) -> Any | None:
     """
     if given is None:
         return load_tokenizer(source)
-    if isinstance(given, str | Path):
-        location = packaged(str(given))
+    if isinstance(given, str | os.PathLike):
+        location = packaged(os.fspath(given))
         if is_gguf(location):
             return load_tokenizer(find(location, None))
         if not location:
             raise UsageError("tokenizer='' names nothing; give a folder, a hub id, or none")
         if is_folder(Path(location), location) and not _in_folder(Path(location)):
             raise CheckpointError(
-                f"tokenizer={str(given)!r} is a folder without {' or '.join(FILES)}"
+                f"tokenizer={location!r} is a folder without {' or '.join(FILES)}"
             )
         return _read(location, None)
     if isinstance(given, type) or not (callable(given) and hasattr(given, "decode")):

@@ -2,8 +2,10 @@
 
 One file a kind: `attention`, `cache` (bound: `kv_cache`), `compiling`, `decoding`, `kernels`,
 `quantizing`, `scheduling`; what all have is in `backend`. What backends are handed is in
-`sequences`, `settings`, `packed`, `model_inputs` and `requirements`. A backend needs nothing else
-of jackfield but `hookimpl` and `jackfield.errors`. Importable without torch.
+`sequences`, `settings`, `packed`, `model_inputs`, `requirements`, `assistant` and `checkpoint`;
+what they offer to be called without Python is in `native`; what they may use is in `sizes`,
+`staging`, `counter_rng` and `private_files`. A backend needs nothing else of jackfield but
+`hookimpl` and `jackfield.errors`. Importable without torch.
 """
 
 from jackfield.contracts.assistant import Assistant

@@ -49,6 +49,8 @@ class BindContext:
             another model (a draft model) there.
         free: What a cache is to take as free on its device, in bytes, where several processes have
             agreed on it, since their caches must be of one size. None: it looks by itself.
+        max_chunk_size: How many tokens of one sequence a step feeds a cache at most, drafts aside.
+            None: any number.
     """
 
     model: PreTrainedModel | None
@@ -60,6 +62,7 @@ class BindContext:
     step_bytes: int = 0
     memory_share: float = 1.0
     free: int | None = None
+    max_chunk_size: int | None = None
 
     @property
     def device(self) -> torch.device:

@@ -38,12 +38,9 @@ class KVCache(ABC):
     Attributes:
         continuous: Whether a sequence may enter, or skip a step, at any time: continuous batching.
             Otherwise they enter together, and each takes part in every step until it is released.
-        max_chunk_size: How many tokens of a sequence a step feeds at most, drafts aside; None: any
-            number. The loop sets it before the first sequence enters.
     """
 
     continuous: ClassVar[bool] = False
-    max_chunk_size: int | None = None
 
     @abstractmethod
     def admit(self, sequence: Sequence) -> bool:
@@ -231,7 +228,7 @@ class KVCache(ABC):
         Args:
             sequences: All that run, in the order of the loop. Where the tokens of an image see one
                 another, some may feed less than is returned, and one all of an image, up to
-                `max_chunk_size`.
+                `BindContext.max_chunk_size`.
             wanted: One number each, from the scheduler; 0: it waits.
 
         Returns:

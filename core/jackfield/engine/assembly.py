@@ -90,7 +90,7 @@ def assemble(
     notice_selectors(model.generation_config, frozenset().union(*offered), whose)
     text = Text(tokenizer, vocab_size_of(model))
     structures = Structures(tokenizer, text.vocab_size)
-    bound = BoundModel(model, plan, *plan.room(), free, beside)
+    bound = BoundModel(model, plan, *plan.room(), free, beside, limits.max_chunk_size)
     unused = partial(hand_back, input_device(model).type)
     held, restore = [bound.close], []  # what is given back where the rest fails
     try:
@@ -107,7 +107,7 @@ def assemble(
         intake = None if images is None else ImageIntake(images, image_token(model), limits.cuts)
         if isinstance(images, ImageReader):
             loop.images = StepImages(
-                ImageEncoder(model, images.token_types),
+                ImageEncoder(model, images.rules.token_types),
                 bound.aside,
                 forgets=plan.requirements.live,
                 windows=images.windows(plan.requirements),

@@ -59,8 +59,8 @@ def install_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
 class BoundModel:
     """What the loop calls of a model. Nothing is changed in the model before `install`.
 
-    `step_bytes`, `memory_share` and `free` are for its cache, as in `BindContext`; `beside` are the
-    adapters that it begins with, None where none may come.
+    `step_bytes`, `memory_share`, `free` and `max_chunk_size` are for its cache, as in
+    `BindContext`; `beside` are the adapters that it begins with, None where none may come.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class BoundModel:
         memory_share: float = 1.0,
         free: int | None = None,
         beside: Beside | None = None,
+        max_chunk_size: int | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -88,8 +89,9 @@ class BoundModel:
         # Last, as it takes memory that whoever fails behind it would have to give back.
         cache = plan["cache"].registered
         context = replace(
-            self.context("cache"), step_bytes=step_bytes, memory_share=memory_share, free=free
-        )
+            self.context("cache"), step_bytes=step_bytes, memory_share=memory_share, free=free,
+            max_chunk_size=max_chunk_size,
+        )  # fmt: skip
         bound = laid_out(cache.bind(context), context)
         users = [plan[kind].registered for kind in ("attention", "compiler")]
         self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows, users)

@@ -30,7 +30,7 @@ OUTLIER = 3.0  # times the median: what is longer is something else's doing
 CLOCK: Callable[[], float] = time.perf_counter
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """What one step of `rows` sequences took: proposing, and all the rest.
 
     `share` of its drafts are the strategy's, which gained `extra` tokens beyond one a sequence.
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 class _Trial:
     """How one strategy does with about so many sequences, and for how many steps it rests."""
 
-    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    steps: deque[TimedStep] = field(default_factory=lambda: deque(maxlen=WINDOW))
     left: int = 0
     next_rest: int = FIRST_REST
     resting: Resting | None = None
@@ -130,7 +130,7 @@ class DraftTiming:
             count, extra = drafted.get(name, (0, 0))
             trial = self._trials[name, _about(self._rows)]
             share = count / total if total else 0.0
-            trial.steps.append(Step(self._rows, self._proposing[name], rest, share, extra))
+            trial.steps.append(TimedStep(self._rows, self._proposing[name], rest, share, extra))
             if (resting := self._judged(name, trial, plain)) is not None:
                 found.append(resting)
         return found
@@ -160,7 +160,7 @@ def _about(rows: int) -> int:
     return rows.bit_length()
 
 
-def speedup(steps: deque[Step], plain: float) -> float:
+def speedup(steps: deque[TimedStep], plain: float) -> float:
     """How many times as fast `steps` were as without drafts, a step of which takes `plain` s."""
     proposing = OUTLIER * median(step.proposing for step in steps)
     rests = [step.rest for step in steps if step.share]

@@ -80,9 +80,6 @@ class Replay:
         for name, *arguments in acts:
             getattr(self, f"on_{name}")(*arguments)
 
-    def on_max_chunk_size(self, count: int | None) -> None:
-        self._cache.max_chunk_size = count
-
     def on_new(self, said: dict[str, Any]) -> None:
         given: dict[str, Any] = {
             n: tuple(v) if type(v) is list else v for n, v in said["settings"].items()

@@ -43,12 +43,6 @@ class GuardedCache(KVCache):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """How much a step feeds at most is for the cache to know."""
-        if name == "max_chunk_size":
-            self.inner.max_chunk_size = value
-        super().__setattr__(name, value)
-
     def __str__(self) -> str:
         return str(self._who)
 

@@ -44,13 +44,6 @@ class SharedCache(KVCache):
         self._known: dict[int, int] = {}  # sequences that the others have -> how many tokens of it
         self.continuous = inner.continuous  # type: ignore[misc]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """How much a step feeds at most is for the cache of each rank to know."""
-        if name == "max_chunk_size":
-            self._inner.max_chunk_size = value
-            self._acts.append(["max_chunk_size", value])
-        super().__setattr__(name, value)
-
     def __str__(self) -> str:
         return str(self._inner)
 

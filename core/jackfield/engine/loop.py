@@ -65,7 +65,7 @@ class Loop:
         self.scheduler = scheduler
         self.limits = limits
         self._pace = limits.pace and TokenBudget(*limits.pace)
-        self._max_chunk_size = cache.max_chunk_size = limits.max_chunk_size
+        self._max_chunk_size = limits.max_chunk_size
         self.waiting: WaitingQueue[RunningSequence] = WaitingQueue(scheduler)
         self.running: list[RunningSequence] = []
         self._timed: SequenceHeap[RunningSequence] = SequenceHeap()  # by their deadlines

@@ -160,16 +160,15 @@ class HeadDrafts:
         at = torch.tensor(lasts, device=states.device) - 1
         ids = [text.copy.tokens[text.read + 1 :] for text in texts]
         copies = [text.copy for text in texts]
-        drafts: list[list[int]] = [[] for _ in texts]
         found: list[list[tuple[int, float]]] = [[] for _ in texts]
         with self._guarded():
             for head in range(self._heads.layers):
                 states = self._layer(head, states, ids, texts)
                 logits = self._heads.logits(states[0].index_select(0, at))
+                drafts = [[token for token, _ in own] for own in found]
                 chosen = drawn(copies, drafts, logits, self._block)
                 for i, (token, probability) in enumerate(chosen):
                     ids[i] = [*ids[i][1:], token]
-                    drafts[i].append(token)
                     found[i].append((token, probability))
             for text in texts:
                 # What later heads have read of drafts may be wrong, and is read again.

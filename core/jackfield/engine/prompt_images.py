@@ -76,9 +76,9 @@ class ImageIntake:
         messages, found = taken_out(prompt)
         if isinstance(self._reader, str):
             raise PromptError(f"{found[0][0]}: images are not read here: {self._reader}")
-        if len(found) > 1 and self._reader.alone is not None:
+        if len(found) > 1 and self._reader.rules.alone is not None:
             raise PromptError(
-                f"{found[1][0]}: a chat may have one image here: {self._reader.alone}"
+                f"{found[1][0]}: a chat may have one image here: {self._reader.rules.alone}"
             )
         word = self._reader.processor.tokenizer.convert_ids_to_tokens(self._token)
         read, tokens, left = [], 0, MOST_OF_A_CHAT
@@ -134,4 +134,4 @@ class ImageIntake:
 
     @property
     def _fed_whole(self) -> bool:
-        return not isinstance(self._reader, str) and bool(self._reader.blocks_in)
+        return not isinstance(self._reader, str) and bool(self._reader.rules.blocks_in)

@@ -156,9 +156,9 @@ def _chunks(engine: Engine, sequence: Any, ids: Sequence[int]) -> Any:
     """The steps that feed all of `ids` but the last token, which nothing follows."""
     from jackfield.contracts import ScheduledSequence, Step
 
-    needs, cache = engine.plan.requirements, engine._loop.cache
+    needs, most = engine.plan.requirements, engine._loop.limits.max_chunk_size
     last = len(ids) - 1
-    size = last if needs.whole_prompt else min(last, _CHUNK, cache.max_chunk_size or _CHUNK)
+    size = last if needs.whole_prompt else min(last, _CHUNK, most or _CHUNK)
     for start in range(0, last, size):
         sequence.tokens = list(ids[: start + 1])
         yield Step(

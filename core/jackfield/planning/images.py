@@ -65,13 +65,16 @@ def _found(
     ragged = not (needs.ragged or needs.pieces)
     packed = needs.layout == "packed"
     trial = partial(tried_with_images, source.config, cls, reader, ragged=ragged, packed=packed)
-    reason = trial()
-    if reason == TOGETHER:
-        reader.alone = reason
-        reason = trial()
-    if reason is None and (reader.token_types is not None or reader.blocks_in):
-        reason = _looks_back_only(plan, spec)
-    return reader if reason is None else reason
+    found = trial()
+    if found == TOGETHER:
+        found = trial(alone=TOGETHER)
+    if isinstance(found, str):
+        return found
+    both_ways = found.token_types is not None or found.blocks_in
+    if both_ways and (reason := _looks_back_only(plan, spec)):
+        return reason
+    reader.rules = found
+    return reader
 
 
 def _looks_back_only(plan: Plan, spec: LoadSpec) -> str | None:

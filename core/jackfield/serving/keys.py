@@ -20,12 +20,10 @@ def new_key() -> tuple[str, str]:
 class Keys:
     """Knows who may ask. Without any key everybody may, and is nobody ("")."""
 
-    def __init__(
-        self, keys: Mapping[str, KeySettings], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, keys: Mapping[str, KeySettings]) -> None:
         self._digests = {name: key.sha256.lower() for name, key in keys.items()}
         self._buckets = {
-            name: Bucket(key.requests_per_minute, clock)
+            name: Bucket(key.requests_per_minute, time.monotonic)
             for name, key in keys.items()
             if key.requests_per_minute is not None
         }

@@ -40,10 +40,10 @@ class OffloadedCache(DynamicCache):
         return super().refuse(requirements, options) + no_second_device(requirements)
 
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
-        from jackfield_plugins.cache.offloading import OffloadedDynamicCache
+        from jackfield_plugins.cache.offloading import WaitingDynamicCache
 
         with on(context.device):  # its stream belongs to the current one
-            return OffloadedDynamicCache(config=context.config, offloading=True)
+            return WaitingDynamicCache(config=context.config, offloading=True)
 
 
 @hookimpl

@@ -29,10 +29,10 @@ class OffloadedStaticCache(StaticCache):
         ]
 
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
-        from jackfield_plugins.cache.offloading import OffloadedStaticCache
+        from jackfield_plugins.cache.offloading import WaitingStaticCache
 
         with on(context.device):  # its stream belongs to the current one
-            return OffloadedStaticCache(
+            return WaitingStaticCache(
                 config=context.config,
                 max_cache_len=self.columns(context.options, length),
                 offloading=True,

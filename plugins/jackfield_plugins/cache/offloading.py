@@ -43,9 +43,9 @@ class _Waits(_Base):
         super().reorder_cache(*args, **kwargs)
 
 
-class OffloadedDynamicCache(_Waits, transformers.DynamicCache):
+class WaitingDynamicCache(_Waits, transformers.DynamicCache):
     """`DynamicCache(offloading=True)`."""
 
 
-class OffloadedStaticCache(_Waits, transformers.StaticCache):
+class WaitingStaticCache(_Waits, transformers.StaticCache):
     """`StaticCache(offloading=True)`."""

@@ -24,7 +24,7 @@ from jackfield.contracts import (
     DecodingCapabilities,
     Strategy,
 )
-from jackfield_plugins.decoding.paying import check
+from jackfield_plugins.decoding.paying import DraftOptions
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
@@ -33,23 +33,19 @@ LONGEST = 32  # drafts, however well they do
 
 
 @dataclass(frozen=True)
-class AssistedOptions:
+class AssistedOptions(DraftOptions):
     """How many drafts, under transformers' names; requests override them by the same.
 
     With the schedule "heuristic" a request's drafts become two more when all were right and one
     less when not; "constant" keeps their number. A draft to which the draft model gives less than
-    `assistant_confidence_threshold` is the last one. `min_acceptance_rate`: the share of the
-    drafts that must be right, or a request does without for a while. `min_speedup`: how many times
-    as fast as without drafts it must be, by the clock, or all do without for a while; 0: however
-    slow. With `assistant_early_exit` the draft model is the model's own first so many layers.
+    `assistant_confidence_threshold` is the last one. With `assistant_early_exit` the draft model is
+    the model's own first so many layers.
     """
 
     assistant_early_exit: int | None = None
     num_assistant_tokens: int = 4
     num_assistant_tokens_schedule: Literal["constant", "heuristic"] = "constant"
     assistant_confidence_threshold: float = 0.4
-    min_acceptance_rate: float = 0.3
-    min_speedup: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("assistant_early_exit", "num_assistant_tokens"):
@@ -57,7 +53,7 @@ class AssistedOptions:
                 raise ValueError(f"{name} must be at least 1, not {count}")
         if not 0 <= (threshold := self.assistant_confidence_threshold) <= 1:
             raise ValueError(f"assistant_confidence_threshold must be from 0 to 1, not {threshold}")
-        check(self.min_acceptance_rate, self.min_speedup)
+        super().__post_init__()
 
 
 class Assisted(Decoding):

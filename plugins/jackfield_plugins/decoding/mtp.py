@@ -9,7 +9,6 @@ are guessed as well.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jackfield import hookimpl
@@ -21,33 +20,17 @@ from jackfield.contracts import (
     DecodingCapabilities,
     Strategy,
 )
-from jackfield_plugins.decoding.paying import check
+from jackfield_plugins.decoding.paying import DraftOptions
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
 
 
-@dataclass(frozen=True)
-class MtpOptions:
-    """When drafts are made; each head makes one.
-
-    `min_acceptance_rate`: the share of the drafts that must be right, or a request does without for
-    a while. `min_speedup`: how many times as fast as without drafts it must be, by the clock, or
-    all do without for a while; 0: however slow.
-    """
-
-    min_acceptance_rate: float = 0.3
-    min_speedup: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.min_acceptance_rate, self.min_speedup)
-
-
 class Mtp(Decoding):
-    """Needs a model with such heads in its checkpoint, and no second model."""
+    """Needs a model with such heads in its checkpoint, and no second model. Each makes a draft."""
 
     name = "mtp"
-    options = MtpOptions
+    options = DraftOptions
     capabilities = DecodingCapabilities(settings=SAMPLER_SETTINGS, rollback=True, heads=True)
 
     def bind(self, context: BindContext) -> Strategy:
@@ -58,7 +41,7 @@ class Mtp(Decoding):
 class MtpStrategy(Strategy):
     """Takes every draft of the heads."""
 
-    def __init__(self, options: MtpOptions, heads: Assistant) -> None:
+    def __init__(self, options: DraftOptions, heads: Assistant) -> None:
         self._heads = heads
         self.min_acceptance_rate = options.min_acceptance_rate
         self.min_speedup = options.min_speedup

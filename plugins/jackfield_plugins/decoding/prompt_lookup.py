@@ -20,32 +20,28 @@ from jackfield.contracts import (
     DecodingCapabilities,
     Strategy,
 )
-from jackfield_plugins.decoding.paying import check
+from jackfield_plugins.decoding.paying import DraftOptions
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
 
 
 @dataclass(frozen=True)
-class LookupOptions:
+class LookupOptions(DraftOptions):
     """Drafts at most, and the longest n-gram that is looked for (down to 2 tokens).
 
-    Requests override both by the settings of these names. `min_acceptance_rate`: the share of the
-    drafts that must be right, or a request does without for a while. `min_speedup`: how many times
-    as fast as without drafts it must be, by the clock, or all do without for a while; 0: however
-    slow.
+    Requests override both by the settings of these names.
     """
 
     prompt_lookup_num_tokens: int = 10
     max_matching_ngram_size: int = 3
     min_acceptance_rate: float = 0.1
-    min_speedup: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        check(self.min_acceptance_rate, self.min_speedup)
+        super().__post_init__()
 
 
 class PromptLookup(Decoding):

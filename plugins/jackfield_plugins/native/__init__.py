@@ -54,10 +54,12 @@ class NativeKernel:
         return self._loaded[where]
 
     def cannot_load(self) -> list[str]:
-        """Why the kernel that can be built cannot be had; compiles it if it never was before.
+        """Why the kernel cannot be had; compiles it if it can be built and never was before.
 
         A failure is remembered while the process lives: a compiler may take long to fail.
         """
+        if reasons := self.cannot_build():
+            return reasons
         where = _where()
         if where not in self._failures:
             try:

@@ -25,19 +25,19 @@ def import_bitsandbytes() -> None:
     On processors with AVX512-BF16, 0.50 does so at import, whatever revision is there, and logs
     a warning where it fails (`backends/cpu/ops.py`). It has the same product in its own library.
     """
-    with quieted("bitsandbytes"), _absent("kernels"):
+    with quieted("bitsandbytes"), _without_kernels():
         importlib.import_module("bitsandbytes")
 
 
 @contextlib.contextmanager
-def _absent(name: str) -> Iterator[None]:
-    """Make `import name` fail for a while."""
-    before = sys.modules.get(name)
-    sys.modules[name] = None  # type: ignore[assignment]  # how import is told that there is none
+def _without_kernels() -> Iterator[None]:
+    """Make `import kernels` fail for a while."""
+    before = sys.modules.get("kernels")
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # how import is told of none
     try:
         yield
     finally:
         if before is None:
-            del sys.modules[name]
+            del sys.modules["kernels"]
         else:
-            sys.modules[name] = before
+            sys.modules["kernels"] = before

@@ -17,7 +17,7 @@ from jackfield.testing.attention import drawn, sizes, steps
 from jackfield.testing.attention.calls import held_to_shape
 from jackfield.testing.attention.faults import Call
 from jackfield.testing.attention.jobs import Job, Jobs, capabilities_of, main_dtype
-from jackfield.testing.attention.judging import Worst, held
+from jackfield.testing.attention.judging import held
 from jackfield.testing.attention.rows import Needs
 from jackfield.testing.attention.shapes import SHAPES, Shape
 from jackfield.testing.attention.steps import SITUATIONS, TITLES, Packed
@@ -80,21 +80,8 @@ def _cases(shape: Shape, steps: Seq[Packed], declared: frozenset[str]) -> Iterat
             yield Case(packed, needs, silent=number % 2 == 1)
 
 
-class Situation:
-    """Runs one case after the other on one bound attention."""
-
-    def __init__(
-        self,
-        subject: Subject,
-        jobs: Jobs,
-        shape: Shape,
-        dtype: str = "",
-        head_dim: int | None = None,
-        heads: tuple[int, int] | None = None,
-    ) -> None:
-        self._subject, self._jobs, self._shape = subject, jobs, shape
-        self._how = {"dtype": dtype, "head_dim": head_dim, "heads": heads}
-        self._worst = Worst()
+class Situation(sizes.Situation):
+    """Of the packed layout."""
 
     def __call__(self, case: Case) -> str:
         job = self._jobs.bound(self._shape.model, "packed", **self._how)

@@ -12,7 +12,7 @@ import torch
 from jackfield.testing.attention import drawn, sizes
 from jackfield.testing.attention.calls import LYING, called
 from jackfield.testing.attention.jobs import Job, Jobs, capabilities_of, main_dtype
-from jackfield.testing.attention.judging import Worst, held
+from jackfield.testing.attention.judging import held
 from jackfield.testing.attention.rows import SITUATIONS, TITLES, Asked, Needs, Rows, asked
 from jackfield.testing.attention.shapes import SHAPES, Shape
 from jackfield.testing.checks import Check, NotTriedError, WrongError
@@ -77,25 +77,12 @@ def _cases(shape: Shape, steps: Seq[Rows], declared: frozenset[str]) -> Iterator
                 yield Case(rows, needs, slid=True)
 
 
-class _Situation:
-    """Runs one case after the other on one bound attention."""
-
-    def __init__(
-        self,
-        subject: Subject,
-        jobs: Jobs,
-        shape: Shape,
-        dtype: str = "",
-        head_dim: int | None = None,
-        heads: tuple[int, int] | None = None,
-    ) -> None:
-        self._subject, self._jobs, self._shape = subject, jobs, shape
-        self._key = {"dtype": dtype, "head_dim": head_dim, "heads": heads}
-        self._worst = Worst()
+class _Situation(sizes.Situation):
+    """Of the padded layout."""
 
     def __call__(self, case: Case) -> str:
         # What a call says of its window is what the layer said when the attention was bound.
-        job = self._jobs.bound(self._shape.model, "padded", **self._key, window=case.needs.window)
+        job = self._jobs.bound(self._shape.model, "padded", **self._how, window=case.needs.window)
         if job.models_own and self._shape.feature == "position_bias":
             raise NotTriedError(
                 "models with a position bias have their attention in their own code"

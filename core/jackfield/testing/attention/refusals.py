@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from jackfield.api import plan
-from jackfield.contracts.requirements import DEVICES, DTYPES, FEATURES, LAYOUTS
-from jackfield.errors import JackfieldError, PlanError
+from jackfield.contracts.requirements import FEATURES, LAYOUTS
 from jackfield.testing.attention.crossing import config_for
 from jackfield.testing.attention.jobs import (
     capabilities_of,
@@ -17,9 +15,10 @@ from jackfield.testing.attention.jobs import (
     requirements_of,
 )
 from jackfield.testing.attention.whole import CACHES, MODELS
-from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.checks import Check
 from jackfield.testing.engines import on_invariant_device
 from jackfield.testing.models import config_of
+from jackfield.testing.refusals import refused, refused_in_a_plan, undeclared
 from jackfield.testing.subject import Subject
 
 #: A feature -> the model that needs it.
@@ -36,10 +35,10 @@ def checks(subject: Subject) -> Iterator[Check]:
         yield check(feature, f"features: {feature}", lambda f=feature: _feature(subject, f))  # type: ignore[misc]
     for layout in sorted(set(LAYOUTS) - can.layouts):
         yield check(layout, f"layouts: {layout}", lambda own=layout: _layout(subject, own))  # type: ignore[misc]
-    for dtype in sorted(set(DTYPES) - can.dtypes):
-        yield check(dtype, f"dtypes: {dtype}", lambda d=dtype: _dtype(subject, d))  # type: ignore[misc]
-    for device in sorted(set(DEVICES) - can.devices):
-        yield check(device, f"devices: {device}", lambda d=device: _need(subject, device=d))  # type: ignore[misc]
+    for name, needs in undeclared(can):
+        (what,) = needs
+        run = _dtype if what == "dtype" else _need
+        yield check(name, f"{what}s: {name}", partial(run, subject, **needs))
     if can.head_dims is not None:
         yield check("head_dims", "head_dims", lambda: _head_dim(subject))
     if not can.batch_invariant:
@@ -49,34 +48,13 @@ def checks(subject: Subject) -> Iterator[Check]:
 def _need(subject: Subject, **needs: Any) -> None:
     """Raise WrongError unless `refuse` has a reason against a plain job that needs this too."""
     layout = "padded" if "padded" in capabilities_of(subject).layouts else "packed"
-    plain = requirements_of(subject, model_of(subject, "plain"), layout)
-    reasons = subject.registered.ask("refuse", replace(plain, **needs), subject.options)
-    if not reasons:
-        what = ", ".join(f"{name} {_shown(value)}" for name, value in needs.items())
-        raise WrongError(
-            f"`refuse` accepts a job with {what}, which is not declared; extend what "
-            "`super().refuse(...)` returns"
-        )
-
-
-def _shown(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, dict) else str(value)
+    refused(subject, requirements_of(subject, model_of(subject, "plain"), layout), **needs)
 
 
 def _planned(subject: Subject, config: Any, what: str, **arguments: Any) -> None:
     """Raise WrongError unless a plan refuses the backend by name."""
     arguments.setdefault("dtype", main_dtype(subject))
-    try:
-        plan(config, attn_implementation=subject.selection, device_map=subject.device, **arguments)
-    except PlanError as error:
-        if subject.registered.name not in str(error):
-            raise WrongError(
-                f"a plan for {what} is refused, and not by its name: {error}"
-            ) from None
-    except JackfieldError as error:
-        raise WrongError(f"a plan for {what} fails in another way: {error}") from None
-    else:
-        raise WrongError(f"a plan for {what} is accepted, which is not declared")
+    refused_in_a_plan(subject, config, what, **arguments)
 
 
 def _feature(subject: Subject, feature: str) -> None:

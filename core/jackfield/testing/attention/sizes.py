@@ -1,4 +1,4 @@
-"""Checks that both layouts have alike: every dtype, and heads, groups and windows of any size."""
+"""What checks of both layouts share: every dtype, and heads, groups and windows of any size."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from jackfield.testing.attention import drawn
-from jackfield.testing.attention.jobs import capabilities_of
+from jackfield.testing.attention.jobs import Jobs, capabilities_of
+from jackfield.testing.attention.judging import Worst
 from jackfield.testing.attention.shapes import SHAPES, Shape
 from jackfield.testing.checks import Check
 from jackfield.testing.subject import Subject
 
 GROUPED = next(shape for shape in SHAPES if shape.title == "grouped_query")
 WINDOWED = next(shape for shape in SHAPES if shape.title == "sliding_window")
+
+
+class Situation:
+    """Runs one case after the other on one attention, which is bound `how` `bound_to` is asked."""
+
+    def __init__(self, subject: Subject, jobs: Jobs, shape: Shape, **how: Any) -> None:
+        self._subject, self._jobs, self._shape, self._how = subject, jobs, shape, how
+        self._worst = Worst()
 
 
 def usual(subject: Subject) -> Shape:

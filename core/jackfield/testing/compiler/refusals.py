@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from jackfield.api import plan
-from jackfield.contracts.requirements import DEVICES, DTYPES
-from jackfield.errors import shown
-from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.checks import Check
 from jackfield.testing.models import config_of
+from jackfield.testing.refusals import refused, undeclared
 from jackfield.testing.subject import Subject
 
 
 def checks(subject: Subject) -> Iterator[Check]:
     """One for each; the backend itself is asked, with what a model would need."""
     can = subject.backend.capabilities
-    for dtype in DTYPES:
-        if dtype not in can.dtypes:
-            yield _asked(subject, f"dtypes: {dtype}", f"dtype.{dtype}", dtype=dtype)
-    for device in sorted(DEVICES):
-        if device not in can.devices:
-            yield _asked(subject, f"devices: {device}", f"device.{device}", device=device)
+    for name, needs in undeclared(can):
+        (what,) = needs
+        yield _asked(subject, f"{what}s: {name}", f"{what}.{name}", **needs)
     if not can.batch_invariant:
         yield _asked(subject, "batch_invariant", "deterministic", batch_invariant=True)
     for feature in ("own_attention", "own_mask", "bidirectional_prefix", "position_bias"):
@@ -39,10 +34,6 @@ def checks(subject: Subject) -> Iterator[Check]:
 
 def _asked(subject: Subject, capability: str, name: str, **changes: Any) -> Check:
     def run(_: object) -> str:
-        needs = replace(plan(config_of("grouped_query")).requirements, **changes)
-        reasons = subject.registered.ask("refuse", needs, subject.options)
-        if not reasons:
-            raise WrongError(f"`refuse` has no reasons against {changes}, which it cannot")
-        return shown("; ".join(map(str, reasons)), 300)
+        return refused(subject, plan(config_of("grouped_query")).requirements, **changes)
 
     return Check(f"refused.{name}", capability, run, refusal=True)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from jackfield.api import plan
-from jackfield.contracts.requirements import DEVICES, DTYPES
-from jackfield.errors import JackfieldError, PlanError
 from jackfield.planning.solving import reasons_against
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.engines import engine_with, on_invariant_device
 from jackfield.testing.kernel.layers import capabilities_of, fits, main_dtype, requirements_of
 from jackfield.testing.models import Reference, build
+from jackfield.testing.refusals import refused, refused_in_a_plan, undeclared
 from jackfield.testing.subject import Subject
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 9, 8, 7, 6, 5, 9], [11, 12, 13]]
@@ -37,12 +34,10 @@ def checks(subject: Subject, found: Mapping[str, str]) -> Iterator[Check]:
     def refusal(name: str, capability: str, run: Callable[..., None]) -> Check:
         return Check(f"refusal.{name}", capability, run, refusal=True)
 
-    for device in sorted(set(DEVICES) - can.devices):
-        yield refusal(device, f"devices: {device}", partial(_need, subject, device=device))
-    for dtype in sorted(set(DTYPES) - can.dtypes):
-        yield refusal(
-            dtype, f"dtypes: {dtype}", partial(_refused, subject, name, dtype, dtype=dtype)
-        )
+    for own, needs in undeclared(can):
+        (what,) = needs
+        run = partial(_refused, subject, name, own) if what == "dtype" else partial(_need, subject)
+        yield refusal(own, f"{what}s: {own}", partial(run, **needs))
     if not can.batch_invariant:
         yield refusal(
             "batch_invariant", "batch_invariant",
@@ -71,13 +66,7 @@ def _run(subject: Subject, name: str, _: object, **arguments: Any) -> str:
 def _need(subject: Subject, _: object, **needs: Any) -> None:
     """Raise WrongError unless `refuse` has a reason against a plain job that needs this too."""
     model = build("plain", getattr(torch, main_dtype(subject)))
-    plain = requirements_of(subject, model)
-    if not subject.registered.ask("refuse", replace(plain, **needs), subject.options):
-        what = ", ".join(f"{name} {value}" for name, value in needs.items())
-        raise WrongError(
-            f"`refuse` accepts a job with {what}, which is not declared; extend what "
-            "`super().refuse(...)` returns"
-        )
+    refused(subject, requirements_of(subject, model), **needs)
 
 
 def _refused(subject: Subject, name: str, what: str, _: object, **needs: Any) -> None:
@@ -87,14 +76,4 @@ def _refused(subject: Subject, name: str, what: str, _: object, **needs: Any) ->
     if "batch_invariant" in needs:
         on_invariant_device(subject)
         asked["deterministic"] = True
-    try:
-        plan(build(name).config, kernels=subject.selection, device_map=subject.device, **asked)
-    except PlanError as error:
-        if subject.registered.name not in str(error):
-            raise WrongError(
-                f"a plan for {what} is refused, and not by its name: {error}"
-            ) from None
-    except JackfieldError as error:
-        raise WrongError(f"a plan for {what} fails in another way: {error}") from None
-    else:
-        raise WrongError(f"a plan for {what} is accepted, which is not declared")
+    refused_in_a_plan(subject, build(name).config, what, **asked)

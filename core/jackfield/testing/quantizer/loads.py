@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,6 +215,20 @@ class Loads:
             ) from error
         with engine:
             yield engine
+
+
+def of_main(
+    loads: Loads, check: Callable[[Loads, str, str], str | None], dtype: str
+) -> Callable[[Any], str | None]:
+    """What runs `check(loads, name, dtype)` on the main model, if that is taken in `dtype`."""
+
+    def run(_: object) -> str | None:
+        name = loads.main()
+        if dtype != loads.dtype():
+            loads.accepted(name, dtype)
+        return check(loads, name, dtype)
+
+    return run
 
 
 def allowed(module: nn.Module, weight: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 from jackfield.bridge.footprint import loaded_bytes, tensors_of
 from jackfield.errors import PlanError, shown
 from jackfield.testing.checks import Check, NotTriedError, WrongError
-from jackfield.testing.quantizer.loads import Loads
+from jackfield.testing.quantizer.loads import Loads, of_main
 
 #: Models in which weights are tied, are not multiples of anything, lie the other way round, or are
 #: several in one tensor.
@@ -24,25 +24,13 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23]]
 def checks(loads: Loads) -> Iterator[Check]:
     """All of them."""
     for dtype in loads.dtypes():
-        yield Check(f"bytes.{dtype}", f"dtypes: {dtype}", _of(loads, _bytes, dtype))
+        yield Check(f"bytes.{dtype}", f"dtypes: {dtype}", of_main(loads, _bytes, dtype))
     first = loads.dtype()
-    yield Check("bytes.nothing_beside", "contract", _of(loads, _beside, first))
-    yield Check("layers.called", "contract", _of(loads, _called, first))
-    yield Check("whole.small", "contract", _of(loads, _whole, first))
+    yield Check("bytes.nothing_beside", "contract", of_main(loads, _beside, first))
+    yield Check("layers.called", "contract", of_main(loads, _called, first))
+    yield Check("whole.small", "contract", of_main(loads, _whole, first))
     for name in OTHERS:
         yield Check(f"models.{name.replace(' ', '_')}", "contract", _another(loads, name))
-
-
-def _of(
-    loads: Loads, check: Callable[[Loads, str, str], str | None], dtype: str
-) -> Callable[[Any], str | None]:
-    def run(_: object) -> str | None:
-        name = loads.main()
-        if dtype != loads.dtype():
-            loads.accepted(name, dtype)
-        return check(loads, name, dtype)
-
-    return run
 
 
 def _bytes(loads: Loads, name: str, dtype: str) -> str:

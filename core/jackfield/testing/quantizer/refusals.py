@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import transformers
 
 from jackfield.api import plan
-from jackfield.contracts.requirements import DEVICES, DTYPES
 from jackfield.errors import PlanError, SelectionError, shown
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.quantizer.loads import Loads
+from jackfield.testing.refusals import refused, undeclared
 
 
 def checks(loads: Loads) -> Iterator[Check]:
     """One for each capability that is not declared, and for what no quantizer can."""
     can = loads.backend.capabilities
-    for dtype in DTYPES:
-        if dtype not in can.dtypes:
-            yield _refused(loads, f"dtypes: {dtype}", f"dtype.{dtype}", dtype=dtype)
-    for device in sorted(DEVICES):
-        if device not in can.devices:
-            yield _asked(loads, f"devices: {device}", f"device.{device}", device=device)
+    for name, needs in undeclared(can):
+        (what,) = needs
+        check = _refused if what == "dtype" else _asked
+        yield check(loads, f"{what}s: {name}", f"{what}.{name}", **needs)
     if not can.batch_invariant:
         yield _refused(loads, "batch_invariant", "deterministic", deterministic=True)
     if not can.offload:
@@ -60,13 +57,8 @@ def _asked(loads: Loads, capability: str, name: str, **changes: Any) -> Check:
     """The backend itself is asked: what this machine has not, no plan gets to."""
 
     def run(_: object) -> str:
-        needs = loads.planned(loads.main(), loads.dtype()).requirements
-        needs = replace(needs, **changes)
-        reasons = loads.subject.registered.ask("refuse", needs, loads.subject.options)
-        if not reasons:
-            raise WrongError(f"does not declare {capability}, and `refuse` has no reasons "
-                             f"against {changes}")  # fmt: skip
-        return shown("; ".join(map(str, reasons)), 300)
+        plain = loads.planned(loads.main(), loads.dtype()).requirements
+        return refused(loads.subject, plain, **changes)
 
     return Check(f"refused.{name}", capability, run, refusal=True)
 

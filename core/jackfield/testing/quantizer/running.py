@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from jackfield.testing.models import Reference
 from jackfield.testing.native import Heard, agrees
 from jackfield.testing.quantizer.diagnosis import multiplied_with
 from jackfield.testing.quantizer.layers import told
-from jackfield.testing.quantizer.loads import Layer, Loads
+from jackfield.testing.quantizer.loads import Layer, Loads, of_main
 from jackfield.testing.quantizer.memory import PROMPTS
 
 #: A share of the logits: transformers' eager attention has its softmax in float32, always.
@@ -29,26 +29,14 @@ SOFTMAX = 1e-5
 def checks(loads: Loads) -> Iterator[Check]:
     """All of them."""
     for dtype in loads.dtypes():
-        yield Check(f"engine.{dtype}.logits", f"dtypes: {dtype}", _each(loads, _logits, dtype))
+        yield Check(f"engine.{dtype}.logits", f"dtypes: {dtype}", of_main(loads, _logits, dtype))
     if loads.subject.backend.native_operators():
         for dtype in loads.dtypes():
-            check = _each(loads, _native, dtype)
+            check = of_main(loads, _native, dtype)
             yield Check(f"layers.{dtype}.native", "native_operators", check)
     first = loads.dtype()
-    yield Check("engine.two_at_once", "contract", _each(loads, _two, first))
-    yield Check("plain.from_pretrained", "contract", _each(loads, _plain, first), limit=120)
-
-
-def _each(
-    loads: Loads, check: Callable[[Loads, str, str], str | None], dtype: str
-) -> Callable[[Any], str | None]:
-    def run(_: object) -> str | None:
-        name = loads.main()
-        if dtype != loads.dtype():
-            loads.accepted(name, dtype)
-        return check(loads, name, dtype)
-
-    return run
+    yield Check("engine.two_at_once", "contract", of_main(loads, _two, first))
+    yield Check("plain.from_pretrained", "contract", of_main(loads, _plain, first), limit=120)
 
 
 class Dequantized(Reference):

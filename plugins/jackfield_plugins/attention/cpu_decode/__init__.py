@@ -45,7 +45,7 @@ class CpuDecodeAttention(Attention):
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         """Compiles the kernel where all else is well, so that `auto` may rely on it."""
         reasons = super().refuse(requirements, options)
-        return reasons or self.available() or KERNEL.cannot_load()
+        return reasons or KERNEL.cannot_load()
 
     def bind(self, context: BindContext) -> BoundAttention:
         from jackfield_plugins.attention.cpu_decode.call import SHORT, Kernel

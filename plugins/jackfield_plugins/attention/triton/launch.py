@@ -16,12 +16,12 @@ from jackfield.contracts import PackedLayer, PageTables, Span
 from jackfield_plugins.attention.triton.kernels import paged_decode, paged_prefill
 from jackfield_plugins.attention.triton.tiles import Tile, choose_splits
 from jackfield_plugins.attention.triton.variants import (
-    ALIGNMENT,
     Shape,
     Variants,
     interpreted,
 )
 from jackfield_plugins.devices import on
+from jackfield_plugins.launching import aligned, launch
 
 #: How many steps' grids are kept: one for each kind of layer of a model, and some to spare.
 _KEPT = 8
@@ -84,20 +84,14 @@ class PagedAttention:
 
         Returns `[tokens, heads, value_dim]`, contiguous. `sinks` is `[heads]`.
         """
-        query = query.contiguous()
-        if query.data_ptr() % ALIGNMENT:
-            query = query.clone()
+        query = aligned(query.contiguous())
         step = self._prepared(query, layer, softcap is not None, sinks)
         keys, values = layer.keys, layer.values
         out = query.new_empty(*query.shape[:2], values.shape[3])
         at = self._as_argument
         first = (at(query), at(keys), at(values), at(query if sinks is None else sinks), at(out))
         numbers = (*step.small, float(scaling), float(softcap or 1.0), step.table_row)
-        if query.device.type != "cuda" or query.device.index == torch.cuda.current_device():
-            self._launch(step, first, numbers, out)
-        else:  # Triton launches on the current device
-            with on(query.device):
-                self._launch(step, first, numbers, out)
+        launch(self._launch, query.device, step, first, numbers, out)
         return out
 
     def _launch(

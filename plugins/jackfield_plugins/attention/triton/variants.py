@@ -31,9 +31,6 @@ from jackfield_plugins.attention.triton.tiles import (
 )
 from jackfield_plugins.launching import Run, is_compiled, ready
 
-#: An address that Triton takes for a multiple of 16 bytes, which vectors are read from.
-ALIGNMENT = 16
-
 
 class Shape(NamedTuple):
     """A shape of layers, by what is compiled into the kernels. Strides count numbers."""

@@ -242,6 +242,7 @@ class PagedCache(Cache):
             first_pages=FIRST_PAGES,
             spare=context.requirements.compiled,
             longest=context.requirements.context_length,
+            chunk=context.max_chunk_size,
         )
         made.allocate(context.requirements.packed_shapes, context.requirements.dtype)
         if _share(context.requirements, options) is not None:

@@ -22,9 +22,14 @@ class Room:
     """
 
     def __init__(
-        self, groups: Collection[LayerGroup], num_tokens: int | None, running: dict[int, Sequence]
+        self,
+        groups: Collection[LayerGroup],
+        num_tokens: int | None,
+        running: dict[int, Sequence],
+        chunk: int | None,
     ) -> None:
         self._groups = groups
+        self._chunk = chunk
         self._num_tokens = num_tokens
         self._running = running
         self.recount()
@@ -34,7 +39,7 @@ class Room:
         self._counted = 0  # of those that run, in the order of their entering
         self._debts = [0 for _ in self._groups]
 
-    def for_more(self, sequence: Sequence, shared: Seq[list[int]], chunk: int | None) -> bool:
+    def for_more(self, sequence: Sequence, shared: Seq[list[int]]) -> bool:
         """Whether what the sequence has so far fits beside what the others have so far.
 
         In each group it shares the pages `shared`. Each of the others keeps a page to grow into, so
@@ -43,37 +48,37 @@ class Room:
         if self._num_tokens is None or self._alone(sequence):
             return True
         tokens = len(sequence.tokens)
-        for group, pages, owed in zip(self._groups, shared, self._owed(chunk), strict=True):
-            needed = group.pages_for(tokens, tokens, chunk) - len(pages)
+        for group, pages, owed in zip(self._groups, shared, self._owed(), strict=True):
+            needed = group.pages_for(tokens, tokens, self._chunk) - len(pages)
             revived = sum(map(group.allocator.is_kept, pages))
             if needed + revived + owed > group.allocator.num_free:
                 return False
         return True
 
-    def for_swapped(self, sequence: Sequence, counts: Seq[int], chunk: int | None) -> bool:
+    def for_swapped(self, sequence: Sequence, counts: Seq[int]) -> bool:
         """The same for a sequence that needs so many pages in each group, and one to grow into."""
         return self._alone(sequence) or all(
             count + 1 + owed <= group.allocator.num_free
-            for group, count, owed in zip(self._groups, counts, self._owed(chunk), strict=True)
+            for group, count, owed in zip(self._groups, counts, self._owed(), strict=True)
         )
 
     def _alone(self, sequence: Sequence) -> bool:
         """Whether nobody runs but its own group, which was found to fit when it came."""
         return all(other in sequence.members for other in self._running.values())
 
-    def _owed(self, chunk: int | None) -> list[int]:
+    def _owed(self) -> list[int]:
         """The pages of each group that running sequences need for what they have, and to grow."""
         come = len(self._running) - self._counted  # the last ones
         for sequence in islice(reversed(self._running.values()), come):
             for at, group in enumerate(self._groups):
-                self._debts[at] += self._owed_to(group, sequence, chunk)
+                self._debts[at] += self._owed_to(group, sequence)
         self._counted = len(self._running)
         return self._debts
 
-    def _owed_to(self, group: LayerGroup, sequence: Sequence, chunk: int | None) -> int:
+    def _owed_to(self, group: LayerGroup, sequence: Sequence) -> int:
         tokens = len(sequence.tokens)
         missing = group.missing(sequence.id, sequence.num_cached, tokens)
-        most = group.pages_for(tokens, tokens, chunk)
+        most = group.pages_for(tokens, tokens, self._chunk)
         return 1 + min(missing, max(0, most - len(group.tables[sequence.id].pages)))
 
     def adjust_schedule(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
@@ -98,12 +103,10 @@ class Room:
             for group in self._groups
         )
 
-    def refuse(
-        self, prompt_length: int, max_new_tokens: int, copies: int, chunk: int | None
-    ) -> str | None:
+    def refuse(self, prompt_length: int, max_new_tokens: int, copies: int) -> str | None:
         """Why a request of this size can never be held; None: it can."""
         tokens = prompt_length + max_new_tokens - 1
-        size = (tokens, prompt_length, chunk)
+        size = (tokens, prompt_length, self._chunk)
         if self._num_tokens is None or all(
             copies * group.pages_for(*size) <= group.allocator.capacity for group in self._groups
         ):

@@ -38,7 +38,7 @@ class PagedKVCache(PackedKVCache):
     to host memory and back, as long as there is room for it. One that `forgets` keeps no pages once
     the last sequence has left: its weights may change then. With `spare`, pools of a fixed size
     have a page more, which steps at fixed places need; they hold sequences of up to `longest`
-    tokens.
+    tokens. A step feeds `chunk` tokens of a sequence at most; None: any number.
     """
 
     page_size: int
@@ -57,6 +57,7 @@ class PagedKVCache(PackedKVCache):
         first_pages: int = 64,
         spare: bool = False,
         longest: int | None = None,
+        chunk: int | None = None,
     ) -> None:
         self.page_size = page_size
         self.num_tokens = num_tokens
@@ -74,7 +75,7 @@ class PagedKVCache(PackedKVCache):
         self._longest = MOST_TOKENS if longest is None else longest
         self._expected = 0  # tokens of the step that is prepared and not committed, or recorded
         self._running: dict[int, Sequence] = {}
-        self._room = Room(self.groups.values(), num_tokens, self._running)
+        self._room = Room(self.groups.values(), num_tokens, self._running, chunk)
         self._keys = PrefixKeys(page_size) if prefix_sharing else None
         self._published: dict[int, int] = {}  # how many full pages of a sequence can be found
         self._swap = swap
@@ -118,16 +119,14 @@ class PagedKVCache(PackedKVCache):
 
     def admit(self, sequence: Sequence) -> bool:
         if sequence.id in self._swapped:
-            if not self._room.for_swapped(
-                sequence, self._swapped.pages(sequence.id), self.max_chunk_size
-            ):
+            if not self._room.for_swapped(sequence, self._swapped.pages(sequence.id)):
                 return False
             if (tokens := self._swapped.back(sequence.id)) is not None:
                 sequence.num_cached = tokens
                 self._running[sequence.id] = sequence
                 return True
         hits, pages = self._find_prefix(sequence)
-        if not self._room.for_more(sequence, pages, self.max_chunk_size):
+        if not self._room.for_more(sequence, pages):
             return False
         for group, shared in zip(self.groups.values(), pages, strict=True):
             group.adopt(sequence.id, shared, hits)
@@ -167,7 +166,7 @@ class PagedKVCache(PackedKVCache):
         return self._room.for_step(step)
 
     def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
-        return self._room.refuse(prompt_length, max_new_tokens, copies, self.max_chunk_size)
+        return self._room.refuse(prompt_length, max_new_tokens, copies)
 
     def prepare(self, step: Step) -> ModelInputs:
         self._expected = 0

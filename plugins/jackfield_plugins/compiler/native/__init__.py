@@ -49,7 +49,7 @@ class NativeCompiler(Compiler):
         reasons = super().refuse(requirements, options)
         if requirements.counts_rows:
             reasons.append(f"needs shapes that are known; here {requirements.counts_rows}")
-        return reasons or self.available() or KERNEL.cannot_load()
+        return reasons or KERNEL.cannot_load()
 
     def bind(self, context: BindContext) -> Compilation:
         from jackfield_plugins.compiler.native.compilation import NativeCompilation

@@ -69,7 +69,6 @@ class Program:
         run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]
         self._head = self._end(graph, run)
         calls = joined(self._calls)
-        self.num_calls = len(calls) + (self._head is not None)
         self._whole = Whole(calls, run, offered)
         self._parts = Sequential(calls, run)
 

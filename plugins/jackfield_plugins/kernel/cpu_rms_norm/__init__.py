@@ -27,7 +27,7 @@ class CpuRmsNorm(Kernel):
         return KERNEL.cannot_build()
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        return super().refuse(requirements, options) or self.available() or KERNEL.cannot_load()
+        return super().refuse(requirements, options) or KERNEL.cannot_load()
 
     def fits(self, module: nn.Module, options: Any) -> bool:
         return is_rms_norm(module)

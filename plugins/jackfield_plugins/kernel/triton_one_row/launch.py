@@ -12,9 +12,8 @@ from torch import nn
 
 from jackfield_plugins.devices import on
 from jackfield_plugins.kernel.triton_one_row.kernels import gated_kernel, linear_kernel
-from jackfield_plugins.launching import Run, is_compiled, ready
+from jackfield_plugins.launching import Run, aligned, as_arguments, is_aligned, launch, ready
 
-_ALIGNMENT = 16  # bytes; Triton compiles for addresses that are multiples of it
 _LARGEST = 2048  # numbers of the weight that a program reads at once
 _MANY = 1 << 14  # outputs; there are programs enough with two each
 
@@ -27,7 +26,7 @@ def linear(module: nn.Linear) -> Forward:
 
     def forward(states: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, _bias_of(module)
-        if not fits(states, weight) or (bias is not None and not _is_aligned(bias)):
+        if not fits(states, weight) or (bias is not None and not is_aligned(bias)):
             return nn.functional.linear(states, weight, bias)
         return product(linear_kernel, states, weight, bias)
 
@@ -57,12 +56,8 @@ def fits(states: torch.Tensor, weight: torch.Tensor) -> bool:
         and states.dtype == weight.dtype
         and states.device == weight.device
         and weight.is_contiguous()
-        and _is_aligned(weight)
+        and is_aligned(weight)
     )
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() % _ALIGNMENT == 0
 
 
 def _bias_of(module: nn.Linear) -> torch.Tensor | None:
@@ -74,20 +69,11 @@ def product(
 ) -> torch.Tensor:
     """`[..., out]`, of `states` `[..., in]`, `weight` `[out, in]` and `other`, a bias or `up`."""
     outputs, size = weight.shape
-    row = states.reshape(size).contiguous()
-    row = row if _is_aligned(row) else row.clone()
+    row = aligned(states.reshape(size).contiguous())
     out = torch.empty(outputs, dtype=row.dtype, device=row.device)
     run, each = compiled(kernel, row.device, row.dtype, size, outputs, other is not None)
-    tensors = (row, weight, weight if other is None else other, out)
-    given: tuple[object, ...] = tensors
-    if is_compiled(kernel):
-        given = tuple([tensor.data_ptr() for tensor in tensors])
-    grid = (-(-outputs // each), 1, 1)
-    if row.device.type != "cuda" or row.device.index == torch.cuda.current_device():
-        run(grid, *given, outputs)
-    else:  # Triton launches on the current device
-        with on(row.device):
-            run(grid, *given, outputs)
+    given = as_arguments(kernel, row, weight, weight if other is None else other, out)
+    launch(run, row.device, (-(-outputs // each), 1, 1), *given, outputs)
     return out.view(*states.shape[:-1], outputs)
 
 

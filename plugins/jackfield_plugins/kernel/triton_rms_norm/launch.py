@@ -10,9 +10,7 @@ import triton
 from jackfield_plugins.devices import on
 from jackfield_plugins.kernel.rms_norm import Meaning
 from jackfield_plugins.kernel.triton_rms_norm.kernels import rms_norm_kernel
-from jackfield_plugins.launching import Run, is_compiled, ready
-
-_ALIGNMENT = 16  # bytes; Triton compiles for addresses that are multiples of it
+from jackfield_plugins.launching import Run, aligned, as_arguments, launch, ready
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, meaning: Meaning) -> torch.Tensor:
@@ -23,17 +21,9 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, meaning: Meaning
     if not len(rows):
         return out.view(hidden_states.shape)
     run = compiled(rms_norm_kernel, rows.device, rows.dtype, weight.dtype, size, meaning)
-    tensors: tuple[torch.Tensor, ...] = (rows, weight.contiguous(), out)
-    given: tuple[object, ...] = tensors
-    if is_compiled(rms_norm_kernel):
-        tensors = tuple(t.clone() if t.data_ptr() % _ALIGNMENT else t for t in tensors[:2])
-        given = (*(t.data_ptr() for t in tensors), out.data_ptr())
-    device = rows.device
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        run((len(rows), 1, 1), *given, meaning.epsilon)
-    else:  # Triton launches on the current device
-        with on(device):
-            run((len(rows), 1, 1), *given, meaning.epsilon)
+    rows, weight = aligned(rows), aligned(weight.contiguous())
+    given = as_arguments(rms_norm_kernel, rows, weight, out)
+    launch(run, rows.device, (len(rows), 1, 1), *given, meaning.epsilon)
     return out.view(hidden_states.shape)
 
 

@@ -151,7 +151,7 @@ def _why_not_rounded() -> list[str]:
     """Why there is no kernel that rounds activations; an empty list: there is one."""
     from jackfield_plugins.quantizer.gguf.native import INT8_KERNEL
 
-    return INT8_KERNEL.cannot_build() or INT8_KERNEL.cannot_load()
+    return INT8_KERNEL.cannot_load()
 
 
 def _why_unpacked(requirements: Requirements, options: Any) -> list[str]:
@@ -164,7 +164,7 @@ def _why_unpacked(requirements: Requirements, options: Any) -> list[str]:
         return [f"keeps blocks on the CPU, not on {requirements.device}"]
     if requirements.dtype not in DTYPES:
         return [f"computes with blocks in bfloat16 or float32, not in {requirements.dtype}"]
-    return KERNEL.cannot_build() or KERNEL.cannot_load()
+    return KERNEL.cannot_load()
 
 
 @hookimpl

@@ -26,8 +26,8 @@ def why_torch(kernel: str) -> list[str]:
     if kernel == "torch":
         return ["as kernel=torch asks"]
     if kernel == "int8":
-        return INT8_KERNEL.cannot_build() or INT8_KERNEL.cannot_load()
-    return KERNEL.cannot_build() or KERNEL.cannot_load()
+        return INT8_KERNEL.cannot_load()
+    return KERNEL.cannot_load()
 
 
 @functools.cache

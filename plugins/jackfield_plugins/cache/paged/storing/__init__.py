@@ -84,7 +84,7 @@ def _described(pools: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) ->
 
 def _address() -> int:
     if not _function:
-        ready = not (KERNEL.cannot_build() or KERNEL.cannot_load())
+        ready = not KERNEL.cannot_load()
         made = ctypes.cast(KERNEL.library()["store"], ctypes.c_void_p).value if ready else 0
         _function.append(made or 0)
     return _function[0]
