@@ -12,7 +12,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -29,11 +28,12 @@ from jackfield.engine.statistics import Metrics
 from jackfield.engine.step_features import StepFeatures
 from jackfield.engine.step_images import StepImages
 from jackfield.engine.steps import Event, RunningStep, ScheduledRunning
+from jackfield.engine.taking import cancelled, ended, taken
 from jackfield.engine.token_budget import TokenBudget
 from jackfield.engine.waiting import SequenceHeap, WaitingQueue
 from jackfield.errors import CacheFullError, first_line
 from jackfield.guarded import all_of, fault
-from jackfield.sampling.fenced import OwnFailure, fenced
+from jackfield.sampling.fenced import OwnFailure
 
 logger = logging.getLogger("jackfield")
 
@@ -77,7 +77,7 @@ class Loop:
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
         self.images: StepImages | StepFeatures | None = None
         self.heads: HeadDrafts | None = None
-        self._take = _taken
+        self._take = taken  # an attribute, which a trace replaces
         self.steps = 0
         self.turns = 0  # steps that were begun: what was observed before one is past after it
         self.doing: str | None = None  # what of a step is no plugin's and takes long
@@ -105,7 +105,7 @@ class Loop:
             return []
         group = sequence.group
         gains = [(sequence, Accepted())] if group is None else group.so_far()
-        events = [_cancelled(one, gain, why) for one, gain in gains]
+        events = [cancelled(one, gain, why) for one, gain in gains]
         for one in sequence.members:
             self.waiting.discard(one)
         self._retire([one for one, _ in gains])
@@ -139,12 +139,222 @@ class Loop:
             self._pace.count(step.scheduled, self.clock() - begin, waited=begun.waited)
         return events
 
+    def _expire(self) -> list[Event]:
+        """End the requests whose deadline has passed."""
+        now, events = time.perf_counter(), []
+        while (late := self._timed.first()) is not None and now > (late.deadline or now):
+            self._timed.discard(late)
+            events += self.cancel(late, f"its deadline of {late.settings.deadline:g} s passed")
+        return events
+
+    def _admit(self) -> list[Event]:
+        """Let in who is next, while there are places; who does not fit yet holds up the rest.
+
+        Who has images or features enters once the model has read them all, and holds up nobody
+        until then. Where there is no place, images of who is next are read all the same. Returns
+        what requests say whose images cannot be read, and which end.
+        """
+        self._rank()
+        events: list[Event] = []
+        if not self.waiting:
+            return events
+        closed = self._full or (self.running and not self.cache.continuous)
+        free, now = 0 if closed else self._places(), self.clock()
+        if self.images is not None:
+            self.images.begin(alone=not self.running, room=free > 0)
+        while (sequence := self.waiting.first(now)) is not None:
+            if self._waits_for_its_leader(sequence):
+                self.waiting.put_aside(sequence)
+                continue
+            if self.images is not None and (why := self._unread(self.images, sequence)):
+                events += self._failed(sequence, why)
+                continue
+            if self.images is not None and self.images.unread(sequence):
+                self.waiting.pass_over(sequence)
+                if free < 1:
+                    break
+                continue
+            free -= len(sequence.members)
+            if free < 0:
+                break
+            if not self._enters(sequence):
+                if not self.running:
+                    raise fault(self.cache, "admits nobody although nothing runs in it")
+                self._full = True
+                break
+            self.waiting.discard(sequence)
+        return events
+
+    def _rank(self) -> None:
+        """Have the scheduler place who has come, and who has waited for a prompt that is read."""
+        for leader in self.running if self.waiting.leaders else ():
+            if leader.has_read:
+                self.waiting.call_back(leader)
+        self.waiting.rank()
+
+    def _waits_for_its_leader(self, sequence: RunningSequence) -> bool:
+        """Whether the prompt it shares is still being read by another, to be found in the cache."""
+        leader = sequence.leader
+        return (
+            self._finds_prompts
+            and leader is not None
+            and leader.finish_reason is None
+            and not leader.has_read
+        )
+
+    def _unread(self, images: StepImages | StepFeatures, sequence: RunningSequence) -> str | None:
+        """Why its images or features cannot be read, alone of all; None: they can be."""
+        self.doing = f"reading {images.what}"
+        try:
+            images.read(sequence)
+        except OwnFailure as failure:
+            return str(failure)
+        finally:
+            self.doing = None
+        return None
+
+    def _places(self) -> int:
+        """How many may enter beside those that run, and beams of theirs that are to come."""
+        groups = {s.group for s in self.running if s.group is not None}
+        coming = sum(group.width - len(group.beams) for group in groups)
+        return self.limits.max_batch_size - len(self.running) - coming
+
+    def _enters(self, sequence: RunningSequence) -> bool:
+        """Whether the cache takes in a sequence, and with it the other beams, or its pair."""
+        beams = sequence.abreast
+        for at, beam in enumerate(beams):
+            if not self.cache.admit(beam):
+                for other in beams[:at]:
+                    self.cache.preempt(other)
+                return False
+        for beam in beams:
+            beam.num_found = beam.num_cached if beam.num_found is None else beam.num_found
+        self.running += beams
+        return True
+
+    def _starved(self) -> list[Event]:
+        """End the requests that the scheduler passes over for ever, by its name."""
+        events: list[Event] = []
+        for sequence in self.scheduler.starved():
+            why = f"{self.scheduler} passed it over {sequence.passed_over} times in a row"
+            events += self._failed(sequence, why)
+        return events
+
+    def _failed(self, sequence: RunningSequence, why: str) -> list[Event]:
+        """End a request by an error that came before its first step, or between two."""
+        events = self.cancel(sequence.members[0], why)
+        for event in events:
+            event.sequence.finish_reason = "error"
+        return events
+
     def _take_up(self) -> Begun | None:
         """The step that was begun already. Raises why it could not be."""
         begun, self._begun = self._begun, None
         if isinstance(begun, Exception):
             raise begun
         return begun
+
+    def _fitting(self, drafts: Seq[list[int]]) -> RunningStep:
+        """The next step. Where it does not fit into the cache, the youngest is preempted."""
+        proposed = dict(zip(self.running, drafts, strict=True))
+        while True:
+            step = self._schedule(proposed)
+            if self.cache.fits(step):
+                return step
+            if any(item.drafts for item in step.scheduled):  # a guess is not worth a preemption
+                proposed = {s: [] for s in self.running}
+                continue
+            if len({s.unit or s for s in self.running}) == 1:
+                raise CacheFullError(
+                    f"the cache is too small for a sequence of {len(self.running[0].tokens)} "
+                    "tokens alone; make it larger"
+                )
+            self._preempt(max(self.running, key=lambda s: (-s.settings.priority, s.id)).answer)
+
+    def _schedule(
+        self, drafts: dict[RunningSequence, list[int]], uncached: Seq[int] | None = None
+    ) -> RunningStep:
+        """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
+        if uncached is None:
+            uncached = list(map(self._num_uncached, self.running))
+        budget = self._token_budget(uncached)
+        wanted = self.scheduler.schedule(self.running, uncached, budget, self.clock())
+        if self.limits.whole_chunks:
+            wanted = [
+                n if n == all_of_it else 0 for n, all_of_it in zip(wanted, uncached, strict=True)
+            ]
+            if not any(wanted):
+                raise fault(self.scheduler, "schedule gives nobody all of its uncached tokens")
+        counts = self._unparted(self.cache.adjust_schedule(self.running, wanted))
+        scheduled, padded = [], not self.cache.continuous
+        for sequence, count in zip(self.running, counts, strict=True):
+            if count or padded:
+                item = ScheduledRunning(sequence, sequence.num_cached, count, drafts[sequence])
+                if item.drafts and not item.samples:
+                    item = replace(item, drafts=())
+                scheduled.append(item)
+        return RunningStep(scheduled)
+
+    def _num_uncached(self, sequence: RunningSequence) -> int:
+        """How many tokens it can feed in this step."""
+        left = len(sequence.tokens) - sequence.num_cached
+        if left == 1:
+            return 1
+        if self.limits.whole_chunks:  # a preempted one goes through its new tokens one by one again
+            left = max(1, sequence.prompt_length - sequence.num_cached)
+            left -= left > 1 and sequence.pair is not None  # in no piece that others decide
+        most = min(left, self._max_chunk_size or left)
+        return most if self.images is None else self.images.may_feed(sequence, most)
+
+    def _token_budget(self, uncached: Seq[int]) -> int:
+        """How many tokens all may feed together; without a reader no stream waits for a step."""
+        if self._pace is None or not any(sequence.streams for sequence in self.running):
+            return self.limits.max_batch_tokens or UNLIMITED
+        decoding = sum(count == 1 for count in uncached)
+        full = self._full or self._places() < 1
+        crowded = full and bool(self.waiting) and 4 * decoding >= 3 * len(uncached)
+        return self._pace.tokens(decoding, len(uncached) - decoding, crowded=crowded)
+
+    def _unparted(self, counts: list[int]) -> list[int]:
+        """No step has a part of a group, of a pair or of an image whose tokens see one another."""
+        grouped = self.decoding.searcher is not None or any(s.pair for s in self.running)
+        most = self.limits.max_batch_tokens or UNLIMITED
+        if grouped:
+            counts = self._together(counts)
+        if self.images is None:
+            return counts
+        whole = self.images.whole(self.running, counts, most)
+        # Who waits for an image's step to have room may be a part of a pair.
+        return self._together(whole) if grouped and whole != counts else whole
+
+    def _together(self, counts: list[int]) -> list[int]:
+        """Groups and pairs decode as a whole: who is ready before the rest keeps its last token."""
+        rows = list(zip(self.running, counts, strict=True))
+        behind = {s.unit for s, n in rows if s.num_cached + n < len(s.tokens)} - {None}
+        if not behind:
+            return counts
+        held = [
+            n - 1 if n and s.unit in behind and s.num_cached + n == len(s.tokens) else n
+            for s, n in rows
+        ]
+        if not any(held) and not self.limits.whole_chunks:
+            # Of a pair one may be ready, and the scheduler looks at those: its turn is the other's.
+            held = [int(s.unit in behind and len(s.tokens) - s.num_cached > 1) for s, _ in rows]
+        if not any(held):
+            raise fault(self.scheduler, "schedule gives no request all of its sequences")
+        return held
+
+    def _preempt(self, sequence: RunningSequence) -> None:
+        """Take a sequence out, and with it the other beams, or its pair; the first one waits."""
+        beams = sequence.abreast
+        for beam in beams:
+            self.running.remove(beam)
+            self.cache.preempt(beam)
+            if self.heads is not None:  # which have room for what runs
+                self.heads.release([beam])
+            beam.preemptions += 1
+        self.waiting.add(beams[0])
+        self.metrics.preemptions += 1
 
     def _begin(self, step: RunningStep, before: Begun | None = None) -> Begun:
         """Have a step computed, and its tokens chosen; those of `before` are what it feeds."""
@@ -207,224 +417,6 @@ class Loop:
             leaving, self._leaving = self._leaving, []
             self.cache.release(leaving)
 
-    def _settle(self) -> None:
-        """Nobody is left in the step that was begun."""
-        begun, self._begun = self._begun, None
-        if isinstance(begun, Begun):
-            self._commit(begun.step, begun.kept)
-        elif begun is not None:
-            logger.warning("a step that nobody waits for any more failed: %s", first_line(begun))
-
-    def _expire(self) -> list[Event]:
-        """End the requests whose deadline has passed."""
-        now, events = time.perf_counter(), []
-        while (late := self._timed.first()) is not None and now > (late.deadline or now):
-            self._timed.discard(late)
-            events += self.cancel(late, f"its deadline of {late.settings.deadline:g} s passed")
-        return events
-
-    def _starved(self) -> list[Event]:
-        """End the requests that the scheduler passes over for ever, by its name."""
-        events: list[Event] = []
-        for sequence in self.scheduler.starved():
-            why = f"{self.scheduler} passed it over {sequence.passed_over} times in a row"
-            events += self._failed(sequence, why)
-        return events
-
-    def _admit(self) -> list[Event]:
-        """Let in who is next, while there are places; who does not fit yet holds up the rest.
-
-        Who has images or features enters once the model has read them all, and holds up nobody
-        until then. Where there is no place, images of who is next are read all the same. Returns
-        what requests say whose images cannot be read, and which end.
-        """
-        self._rank()
-        events: list[Event] = []
-        if not self.waiting:
-            return events
-        closed = self._full or (self.running and not self.cache.continuous)
-        free, now = 0 if closed else self._places(), self.clock()
-        if self.images is not None:
-            self.images.begin(alone=not self.running, room=free > 0)
-        while (sequence := self.waiting.first(now)) is not None:
-            if self._waits_for_its_leader(sequence):
-                self.waiting.put_aside(sequence)
-                continue
-            if self.images is not None and (why := self._unread(self.images, sequence)):
-                events += self._failed(sequence, why)
-                continue
-            if self.images is not None and self.images.unread(sequence):
-                self.waiting.pass_over(sequence)
-                if free < 1:
-                    break
-                continue
-            free -= len(sequence.members)
-            if free < 0:
-                break
-            if not self._enters(sequence):
-                if not self.running:
-                    raise fault(self.cache, "admits nobody although nothing runs in it")
-                self._full = True
-                break
-            self.waiting.discard(sequence)
-        return events
-
-    def _places(self) -> int:
-        """How many may enter beside those that run, and beams of theirs that are to come."""
-        groups = {s.group for s in self.running if s.group is not None}
-        coming = sum(group.width - len(group.beams) for group in groups)
-        return self.limits.max_batch_size - len(self.running) - coming
-
-    def _unread(self, images: StepImages | StepFeatures, sequence: RunningSequence) -> str | None:
-        """Why its images or features cannot be read, alone of all; None: they can be."""
-        self.doing = f"reading {images.what}"
-        try:
-            images.read(sequence)
-        except OwnFailure as failure:
-            return str(failure)
-        finally:
-            self.doing = None
-        return None
-
-    def _failed(self, sequence: RunningSequence, why: str) -> list[Event]:
-        """End a request by an error that came before its first step, or between two."""
-        events = self.cancel(sequence.members[0], why)
-        for event in events:
-            event.sequence.finish_reason = "error"
-        return events
-
-    def _rank(self) -> None:
-        """Have the scheduler place who has come, and who has waited for a prompt that is read."""
-        for leader in self.running if self.waiting.leaders else ():
-            if leader.has_read:
-                self.waiting.call_back(leader)
-        self.waiting.rank()
-
-    def _enters(self, sequence: RunningSequence) -> bool:
-        """Whether the cache takes in a sequence, and with it the other beams, or its pair."""
-        beams = sequence.abreast
-        for at, beam in enumerate(beams):
-            if not self.cache.admit(beam):
-                for other in beams[:at]:
-                    self.cache.preempt(other)
-                return False
-        for beam in beams:
-            beam.num_found = beam.num_cached if beam.num_found is None else beam.num_found
-        self.running += beams
-        return True
-
-    def _waits_for_its_leader(self, sequence: RunningSequence) -> bool:
-        """Whether the prompt it shares is still being read by another, to be found in the cache."""
-        leader = sequence.leader
-        return (
-            self._finds_prompts
-            and leader is not None
-            and leader.finish_reason is None
-            and not leader.has_read
-        )
-
-    def _fitting(self, drafts: Seq[list[int]]) -> RunningStep:
-        """The next step. Where it does not fit into the cache, the youngest is preempted."""
-        proposed = dict(zip(self.running, drafts, strict=True))
-        while True:
-            step = self._schedule(proposed)
-            if self.cache.fits(step):
-                return step
-            if any(item.drafts for item in step.scheduled):  # a guess is not worth a preemption
-                proposed = {s: [] for s in self.running}
-                continue
-            if len({s.unit or s for s in self.running}) == 1:
-                raise CacheFullError(
-                    f"the cache is too small for a sequence of {len(self.running[0].tokens)} "
-                    "tokens alone; make it larger"
-                )
-            self._preempt(max(self.running, key=lambda s: (-s.settings.priority, s.id)).answer)
-
-    def _schedule(
-        self, drafts: dict[RunningSequence, list[int]], uncached: Seq[int] | None = None
-    ) -> RunningStep:
-        """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
-        if uncached is None:
-            uncached = list(map(self._num_uncached, self.running))
-        budget = self._token_budget(uncached)
-        wanted = self.scheduler.schedule(self.running, uncached, budget, self.clock())
-        if self.limits.whole_chunks:
-            wanted = [
-                n if n == all_of_it else 0 for n, all_of_it in zip(wanted, uncached, strict=True)
-            ]
-            if not any(wanted):
-                raise fault(self.scheduler, "schedule gives nobody all of its uncached tokens")
-        counts = self._unparted(self.cache.adjust_schedule(self.running, wanted))
-        scheduled, padded = [], not self.cache.continuous
-        for sequence, count in zip(self.running, counts, strict=True):
-            if count or padded:
-                item = ScheduledRunning(sequence, sequence.num_cached, count, drafts[sequence])
-                if item.drafts and not item.samples:
-                    item = replace(item, drafts=())
-                scheduled.append(item)
-        return RunningStep(scheduled)
-
-    def _token_budget(self, uncached: Seq[int]) -> int:
-        """How many tokens all may feed together; without a reader no stream waits for a step."""
-        if self._pace is None or not any(sequence.streams for sequence in self.running):
-            return self.limits.max_batch_tokens or UNLIMITED
-        decoding = sum(count == 1 for count in uncached)
-        full = self._full or self._places() < 1
-        crowded = full and bool(self.waiting) and 4 * decoding >= 3 * len(uncached)
-        return self._pace.tokens(decoding, len(uncached) - decoding, crowded=crowded)
-
-    def _num_uncached(self, sequence: RunningSequence) -> int:
-        """How many tokens it can feed in this step."""
-        left = len(sequence.tokens) - sequence.num_cached
-        if left == 1:
-            return 1
-        if self.limits.whole_chunks:  # a preempted one goes through its new tokens one by one again
-            left = max(1, sequence.prompt_length - sequence.num_cached)
-            left -= left > 1 and sequence.pair is not None  # in no piece that others decide
-        most = min(left, self._max_chunk_size or left)
-        return most if self.images is None else self.images.may_feed(sequence, most)
-
-    def _unparted(self, counts: list[int]) -> list[int]:
-        """No step has a part of a group, of a pair or of an image whose tokens see one another."""
-        grouped = self.decoding.searcher is not None or any(s.pair for s in self.running)
-        most = self.limits.max_batch_tokens or UNLIMITED
-        if grouped:
-            counts = self._together(counts)
-        if self.images is None:
-            return counts
-        whole = self.images.whole(self.running, counts, most)
-        # Who waits for an image's step to have room may be a part of a pair.
-        return self._together(whole) if grouped and whole != counts else whole
-
-    def _together(self, counts: list[int]) -> list[int]:
-        """Groups and pairs decode as a whole: who is ready before the rest keeps its last token."""
-        rows = list(zip(self.running, counts, strict=True))
-        behind = {s.unit for s, n in rows if s.num_cached + n < len(s.tokens)} - {None}
-        if not behind:
-            return counts
-        held = [
-            n - 1 if n and s.unit in behind and s.num_cached + n == len(s.tokens) else n
-            for s, n in rows
-        ]
-        if not any(held) and not self.limits.whole_chunks:
-            # Of a pair one may be ready, and the scheduler looks at those: its turn is the other's.
-            held = [int(s.unit in behind and len(s.tokens) - s.num_cached > 1) for s, _ in rows]
-        if not any(held):
-            raise fault(self.scheduler, "schedule gives no request all of its sequences")
-        return held
-
-    def _preempt(self, sequence: RunningSequence) -> None:
-        """Take a sequence out, and with it the other beams, or its pair; the first one waits."""
-        beams = sequence.abreast
-        for beam in beams:
-            self.running.remove(beam)
-            self.cache.preempt(beam)
-            if self.heads is not None:  # which have room for what runs
-                self.heads.release([beam])
-            beam.preemptions += 1
-        self.waiting.add(beams[0])
-        self.metrics.preemptions += 1
-
     def _emit(
         self,
         step: RunningStep,
@@ -465,7 +457,7 @@ class Loop:
                 copies += parting
                 dropped += left
             else:
-                events += [_ended(s, gain) for s, gain in group.final_gains(decision)]
+                events += [ended(s, gain) for s, gain in group.final_gains(decision)]
         if copies or dropped:
             self.cache.fork(copies, dropped)
             gone = {sequence.id for sequence in dropped}
@@ -483,8 +475,8 @@ class Loop:
             if not self.running:
                 self._settle()
 
-    def _release(self, ended: Seq[RunningSequence]) -> None:
-        sequences = [one for sequence in ended for one in sequence.members]
+    def _release(self, finished: Seq[RunningSequence]) -> None:
+        sequences = [one for sequence in finished for one in sequence.members]
         for sequence in sequences:
             self._timed.discard(sequence)
             self.waiting.call_back(sequence)
@@ -499,6 +491,14 @@ class Loop:
             self._leaving += sequences
         else:
             self.cache.release(sequences)
+
+    def _settle(self) -> None:
+        """Nobody is left in the step that was begun."""
+        begun, self._begun = self._begun, None
+        if isinstance(begun, Begun):
+            self._commit(begun.step, begun.kept)
+        elif begun is not None:
+            logger.warning("a step that nobody waits for any more failed: %s", first_line(begun))
 
     def reset(self) -> None:
         """Give everything back after a failure; what was running or waiting is lost."""
@@ -516,42 +516,6 @@ def _plain(step: RunningStep, inputs: ModelInputs) -> AbstractContextManager[Non
     return nullcontext()
 
 
-def _taken(sequence: RunningSequence, gain: Accepted) -> Event:
-    """What the sequence took of its gain. A text that cannot be made ends this request alone."""
-    before = len(sequence.tokens)
-    try:
-        extend = partial(sequence.extend, gain)
-        # Without a detokenizer no code runs here that could harm others.
-        decodes = sequence.detokenizer is not None
-        taken, text = fenced("text", sequence.id, extend) if decodes else extend()
-        if gain.error is not None:  # also where the last of these tokens is an end
-            sequence.finish_reason = "error"
-        return Event(sequence, taken, text)
-    except OwnFailure as failure:
-        sequence.fail(failure)
-        return Event(sequence, sequence.tokens[before:], "")
-
-
-def _ended(sequence: RunningSequence, gain: Accepted) -> Event:
-    """What a search says with one of its sequences."""
-    if gain.error is not None:
-        sequence.fail(gain.error)
-    return _taken(sequence, gain)
-
-
 def _is_waited_for(step: RunningStep, logits: torch.Tensor) -> bool:
     """Whether a step has ended when its tokens are there: a device is read by who chooses one."""
     return logits.device.type == "cpu" or any(item.samples for item in step.scheduled)
-
-
-def _cancelled(sequence: RunningSequence, gain: Accepted, why: str | None) -> Event:
-    """End a sequence with what it has, and with what it still gains."""
-    event = _taken(sequence, gain)
-    if sequence.finish_reason == "error":
-        return event
-    sequence.finish_reason, sequence.error, text = "cancelled", why, event.text
-    try:
-        text += fenced("text", sequence.id, sequence.flush)
-    except OwnFailure as failure:
-        sequence.fail(failure)
-    return Event(sequence, event.tokens, text)
