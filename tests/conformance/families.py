@@ -197,7 +197,7 @@ MORE_FAMILIES = {
             "vocab_size_per_layer_input": VOCAB,
             "hidden_size_per_layer_input": 8,
             "laurel_rank": 4,
-            "activation_sparsity_pattern": [0.0] * 4,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
         },
     ),
     # Layers with a window have other heads than those without; the last two share theirs.

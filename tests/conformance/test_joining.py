@@ -500,3 +500,36 @@ def test_what_cannot_be_tried_does_not_join(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         tried_before.cache_clear()
     assert found.token_ids == generated(model, "t5", [5, 6, 7], max_new_tokens=5)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "fsmt"])
+def test_an_encoder_that_fails_on_a_prompt_ends_its_request_alone(name: str) -> None:
+    model = built(name)
+    prompts = prompts_of(model, name)
+    bad, settings = prompts[2], {"max_new_tokens": 6, **OPEN}
+
+    def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].tolist() == [bad]:
+            raise RuntimeError("bad prompt")
+
+    model.get_encoder().register_forward_pre_hook(refuse, with_kwargs=True)
+    asked = [{}, {"num_beams": 2}, {"num_beams": 2}, {}, {"do_sample": True, "seed": 1}, {}]
+    with jackfield.load(model, decoding=BOTH, max_batch_size=3) as engine:
+        arrivals = [
+            Arrival(at, prompt, **settings, **own)
+            for at, (prompt, own) in enumerate(zip(prompts, asked, strict=True))
+        ]
+        arrivals.append(Arrival(3, bad, **settings))
+        found = drive(engine, arrivals)
+        again = engine.generate(prompts[0], **settings)[0].token_ids
+        figures = engine.statistics()
+    for at, own in enumerate([*asked, {}]):
+        (said, *_) = found[at]
+        if at in (2, 6):
+            assert (said.finish_reason, said.error) == (
+                "error", "its encoder failed: RuntimeError: bad prompt",
+            )  # fmt: skip
+        elif not own.get("do_sample"):
+            assert said.new_tokens == generated(model, name, prompts[at], **settings, **own)
+    assert again == generated(model, name, prompts[0], **settings)
+    assert (figures.running, figures.waiting) == (0, 0)

@@ -12,11 +12,12 @@ import contextlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 from transformers import DynamicCache, PreTrainedModel
 
 from jackfield.bridge.encoders import (
@@ -113,12 +114,29 @@ def probe(meta_model: PreTrainedModel) -> Probe:
     calls: list[Call] = []
     cache = DynamicCache(config=cached_config(meta_model.config))
     try:
-        with quiet(), torch.no_grad(), torch.device("meta"), _listening(meta_model, calls):
+        with (
+            quiet(),
+            torch.no_grad(),
+            torch.device("meta"),
+            _unvalidated(),
+            _listening(meta_model, calls),
+        ):
             _step(meta_model.eval(), cache)
     except Exception as error:  # noqa: BLE001 - any model's code; a real step is checked as well
         logger.debug("no probe of %s: %s", type(meta_model).__name__, first_line(error))
         return Probe()
     return Probe(tuple(calls), tuple(map(_numbers, cache.layers)), tuple(map(_state, cache.layers)))
+
+
+@contextlib.contextmanager
+def _unvalidated() -> Iterator[None]:
+    """torch's distributions take any numbers meanwhile: looking at them needs some (Gemma 3n)."""
+    before: bool = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _step(meta_model: PreTrainedModel, cache: DynamicCache) -> None:

@@ -178,7 +178,9 @@ def describe(
         stored=stored_quantization(config),
         live=live,
         dtype_named=dtype_named,
-        irregular=irregular(calls, windows(config)) or _two_attentions(config),
+        irregular=irregular(calls, windows(config))
+        or _unseen_layers(layers, types, calls)
+        or _two_attentions(config),
         branches=_branches(model),
         counts_rows="rows are shared out by numbers" if COUNTS_ROWS.holds(model) else None,
         plain_matrices=(
@@ -254,6 +256,16 @@ def _dynamic_only(text: PreTrainedConfig) -> tuple[str, ...]:
     known = getattr(cache_utils, "STATIC_LAYER_TYPE_MAPPING", None)
     declared = set(getattr(text, "layer_types", None) or ())
     return () if known is None else tuple(sorted(declared - set(known)))
+
+
+def _unseen_layers(
+    layers: list[tuple[int, nn.Module]], types: Sequence[str], calls: Sequence[Call]
+) -> str | None:
+    """What `irregular` says of layers for which nothing is cached, where no probe saw any call."""
+    numbers = {at for at, _ in layers}
+    if calls or max(numbers, default=0) < len(types):
+        return None
+    return f"{len(numbers)} attention layers share the keys and values of {len(types)}"
 
 
 def _two_attentions(config: PreTrainedConfig) -> str | None:

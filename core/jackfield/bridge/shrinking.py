@@ -135,6 +135,8 @@ def leave(config: PreTrainedConfig, layers: Sequence[int]) -> None:
     Raises NotImplementedError where its number of layers is the sum of others.
     """
     lists, own, sharing = by_layer(config), of_some(config), _first_sharing(config)
+    shared = sum(index >= sharing for index in layers)
+    shares = sharing < config.num_hidden_layers
     if own:
         config.per_layer_config = None  # which is numbers of layers that are not there any more
     config.num_hidden_layers = len(layers)
@@ -142,8 +144,8 @@ def leave(config: PreTrainedConfig, layers: Sequence[int]) -> None:
         setattr(config, name, [values[index] for index in layers])
     if own:
         config.per_layer_config = {at: dict(own[i]) for at, i in enumerate(layers) if i in own}
-    if any(index >= sharing for index in layers):
-        config.num_kv_shared_layers = sum(index >= sharing for index in layers)
+    if shares:
+        config.num_kv_shared_layers = shared
 
 
 def _first_sharing(config: PreTrainedConfig) -> int:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.encoders import TextEncoder
 from jackfield.bridge.joined_rows import crop_encoder
 from jackfield.contracts import KVCache, ModelInputs
 from jackfield.engine.guarded_cache import GuardedCache
+from jackfield.sampling.fenced import fenced
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +37,9 @@ class _Said:
 class EncodedCache(GuardedCache):
     """`inner` of the padded layout, whose steps get what `encoder` said of each row's prompt.
 
-    A text is read once, when its sequence is first in a step; samples and beams of it share that.
-    `aside` is entered meanwhile. Features were read before their sequence entered. Rows have as
-    many columns as the longest; keys and values that were made of a longer one, which has left, are
-    cropped.
+    A text is read once, when its sequence enters; samples and beams of it share that. `aside` is
+    entered meanwhile. Features were read before. Rows have as many columns as the longest; keys and
+    values that were made of a longer one, which has left, are cropped.
     """
 
     def __init__(
@@ -54,11 +55,16 @@ class EncodedCache(GuardedCache):
         self._rows = _NOBODY  # whose `_batch` is
         self._batch: dict[str, Any] = {}
 
+    def admit(self, sequence: RunningSequence) -> bool:  # type: ignore[override]
+        """Raises OwnFailure where the encoder cannot read its prompt: it is to be released then."""
+        if not super().admit(sequence):
+            return False
+        self._said[sequence.id] = self._of(sequence)
+        return True
+
     def prepare(self, step: RunningStep) -> ModelInputs:  # type: ignore[override]
         inputs = super().prepare(step)
         rows = tuple(item.sequence.id for item in step.scheduled)
-        if new := [i.sequence for i in step.scheduled if i.sequence.id not in self._said]:
-            self._read(new)
         if rows != self._rows:
             states = [self._said[row].states for row in rows]
             longest = max(map(len, states))
@@ -67,21 +73,21 @@ class EncodedCache(GuardedCache):
             self._rows = rows
         return replace(inputs, kwargs={**inputs.kwargs, **self._batch})
 
-    def _read(self, sequences: Seq[RunningSequence]) -> None:
-        # Samples and beams have the same list, and some may run already.
-        read = {id(said.ids): said for said in self._said.values() if said.ids is not None}
+    def _of(self, sequence: RunningSequence) -> _Said:
+        """What the encoder says of its prompt. Raises OwnFailure."""
+        if (features := sequence.features) is not None:
+            assert features.given.said is not None
+            return _Said(features.given.said)
+        ids = sequence.encoder_ids
+        assert ids is not None
+        # Samples and beams have the same list.
+        found = next((said for said in self._said.values() if said.ids is ids), None)
+        return _Said(self._read(sequence.id, ids), ids) if found is None else found
+
+    def _read(self, number: int, ids: Seq[int]) -> torch.Tensor:
+        assert isinstance(self._encoder, TextEncoder)
         with self._aside():
-            for sequence in sequences:
-                if (features := sequence.features) is not None:
-                    assert features.given.said is not None
-                    self._said[sequence.id] = _Said(features.given.said)
-                    continue
-                ids = sequence.encoder_ids
-                assert ids is not None
-                assert isinstance(self._encoder, TextEncoder)
-                if id(ids) not in read:
-                    read[id(ids)] = _Said(self._encoder.read(ids), ids)
-                self._said[sequence.id] = read[id(ids)]
+            return fenced("encoder", number, partial(self._encoder.read, ids))
 
     def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
         found = {into.id: self._said[source.id] for source, into in copies}

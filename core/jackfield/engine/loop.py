@@ -177,7 +177,13 @@ class Loop:
             free -= len(sequence.members)
             if free < 0:
                 break
-            if not self._enters(sequence):
+            try:
+                enters = self._enters(sequence)
+            except OwnFailure as failure:  # of an encoder, over its prompt
+                events += self._failed(sequence, str(failure))
+                free += len(sequence.members)
+                continue
+            if not enters:
                 if not self.running:
                     raise fault(self.cache, "admits nobody although nothing runs in it")
                 self._full = True

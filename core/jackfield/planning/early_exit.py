@@ -69,7 +69,8 @@ def planned_exit(
 
 def _check(plan: Plan, job: Job, asked: str, layers: int) -> None:
     """Raise UsageError where a model's first layers cannot be a draft model of its own."""
-    most = len(plan.requirements.layer_types) - 1
+    needs = plan.requirements
+    most = len(needs.layer_types) + len(needs.shared_layers) - 1
     if job.shard is not None:
         raise UsageError(
             f"{asked} does not go with tp_size={job.shard.size}: a draft model is computed by one "
