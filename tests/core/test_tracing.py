@@ -265,8 +265,7 @@ def test_an_encoder_is_a_row_of_its_own_and_has_no_layers() -> None:
     with jackfield.load(encoder_decoder("t5")) as engine, engine.trace() as trace:
         engine.generate([[5, 6, 7], [8, 9]], max_new_tokens=4, eos_token_id=[])
     found = assert_adds_up(trace.record)
-    encoder = ("steps", "preparing", "encoder")
-    assert found.rows[encoder].calls == 1  # one step, in which both are read
+    assert found.rows["steps", "scheduling", "encoder"].calls == 2
     assert found.rows["steps", "forward", "cache writes"].calls == 4 * len(found.layers)
     assert [life.prompt_tokens for life in trace.record.requests] == [3, 2]
     assert found.unseen == 0
