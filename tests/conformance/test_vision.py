@@ -238,9 +238,9 @@ def test_what_a_processor_returns_of_an_image_is_answered_with_a_chat(llava: Any
                 call()
             assert "drop" not in str(caught.value)
         assert new(engine.generate([messages], **GREEDY))[0]
-    with jackfield.load(model, tokenizer=None) as engine:
-        with pytest.raises(PromptError, match="stands for an image, and images are not read here"):
-            engine.generate(ids[0].tolist(), **GREEDY)
+    unread = "stands for an image, and images are not read here"
+    with jackfield.load(model, tokenizer=None) as engine, pytest.raises(PromptError, match=unread):
+        engine.generate(ids[0].tolist(), **GREEDY)
 
 
 def test_a_step_of_texts_is_what_it_was(llava: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from typing import Any
 
 from jackfield.errors import SettingsError, quoted
 from jackfield.requests.arguments import OF_LOADING
@@ -46,14 +47,10 @@ def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:
     """Raise SettingsError for a name that is unknown, or a wish that would be dropped."""
     for name in wishes.of_caller:
         _check_known(name, limits)
-    for name, value in wishes.given.items():
-        if name in LOOP | limits.honoured | FACTS or asks_for_nothing(name, value):
-            continue
+    for name, value in unmet(wishes, limits.honoured):
         foreign = name not in VOCABULARY | OWN
         if foreign and name in KEYWORDS and KEYWORDS[name].asks_for_nothing(value):
             continue
-        if wishes.of_the_model(name) and name in DRAFTING:
-            continue  # `notice_selectors` has told
         if name in CODE:
             raise SettingsError(f"{name} is not a setting of a request: {CODE[name]}")
         if name in ARGUMENTS:
@@ -67,6 +64,16 @@ def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:
             f"{wishes.origin(name)}; it is never ignored, {lift} or choose a decoding that does"
             f"{limits.elsewhere(name)}{advice}"
         )
+
+
+def unmet(wishes: Wishes, honoured: Set[str]) -> Iterator[tuple[str, Any]]:
+    """What is asked for and neither the loop nor a decoding that has `honoured` does."""
+    for name, value in wishes.given.items():
+        if name in LOOP | honoured | FACTS or asks_for_nothing(name, value):
+            continue
+        if wishes.of_the_model(name) and name in DRAFTING:
+            continue  # `notice_selectors` has told
+        yield name, value
 
 
 def _instead(name: str) -> str:

@@ -24,6 +24,7 @@ from jackfield.requests.vocabulary import (
     DRAFTING,
     FACTS,
     FILLED_IN,
+    RETURNED,
     START,
     asks_for_nothing,
 )
@@ -133,8 +134,8 @@ def _is_a_fact(name: str, value: Any, defaults: GenerationConfig) -> bool:
 
 def _of_a_file(config: GenerationConfig) -> dict[str, Any]:
     """What a model's own config says, whose files may hold anything and never choose code."""
-    fields = {k: v for k, v in _fields(config).items() if k in VOCABULARY and k not in CODE}
-    return _renamed(fields)
+    unread = CODE.keys() | RETURNED
+    return _renamed({k: v for k, v in _fields(config).items() if k in VOCABULARY - unread})
 
 
 def _is_second(name: str, config: Mapping[str, Any]) -> bool:
@@ -151,5 +152,11 @@ def notice_selectors(config: GenerationConfig | None, honoured: Set[str], whose:
         if name in said and name not in honoured and not asks_for_nothing(name, said[name]):
             logger.warning(
                 "ignored %s=%s in the generation_config of %s: data never selects code",
+                name, quoted(said[name]), whose,
+            )  # fmt: skip
+    for name in sorted(RETURNED & said.keys()):
+        if not asks_for_nothing(name, said[name]):
+            logger.warning(
+                "ignored %s=%s in the generation_config of %s: a call asks for what it returns",
                 name, quoted(said[name]), whose,
             )  # fmt: skip

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError, QueueFullError, UsageError, error_text, quoted
 from jackfield.serving.errors import ApiError
+from jackfield.serving.own_settings import check_own_settings
 from jackfield.serving.settings import ModelSettings, ServerSettings
 from jackfield.serving.turns import defaults
 
@@ -118,7 +119,13 @@ class Served:
         engine = self._load(self.source, **self._arguments)
         if self._closed:  # while it was loaded
             engine.close()
-        elif getattr(engine.tokenizer, "chat_template", None):
+            return engine
+        try:
+            check_own_settings(engine, self.name)
+        except UsageError:
+            engine.close()
+            raise
+        if getattr(engine.tokenizer, "chat_template", None):
             form = engine.chat_format  # renders the template, which no request is to wait for
             read = [defaults(self._settings, form, tools=tools)[1] for tools in (False, True)]
             if ignored := [name for name in read[0] if name in read[1]]:

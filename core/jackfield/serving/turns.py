@@ -91,6 +91,7 @@ class Turn:
         self._format: Format | None = None
         self._how: dict[str, Any] = {}
         self._opened = False
+        self._answer: dict[str, Any] | None = None
         self._id = asking.id
         if getattr(tokenizer, "chat_template", None):
             form = engine.chat_format
@@ -123,6 +124,8 @@ class Turn:
         if body.continue_final_message and isinstance(last.content, str):
             continued = last.content
         after_tool = last.role == "tool"
+        if tools and choice == "auto":  # an answer that is so, or calls
+            self._answer = asked.pop("json_schema", None)
         held = (
             None if _structure_in(asked) is None else asked.get("regex", asked.get("grammar", ""))
         )
@@ -135,13 +138,14 @@ class Turn:
         if self._format is None:
             return messages
         needed = self._format.settings(
-            **self._how, starts_in_reasoning=self._opened, model=body.model
+            **self._how,
+            starts_in_reasoning=self._opened,
+            answer=self._answer,
+            model=body.model,
         )
         if "grammar" in needed and (other := _structure_in(asked)) is not None:
-            raise refused(
-                f"a call that is required has a structure of its own; drop {other}",
-                ChatRequest.NAMES.get(other, other),
-            )
+            field = ChatRequest.NAMES.get(other, other)
+            raise refused(f"{field}: {_why_held(body)}, and a text has one structure", field)
         asked.update(needed)
         return self._format.messages(messages)
 
@@ -152,6 +156,14 @@ class Turn:
         parser = self._format.parser(**self._how, starts_in_reasoning=self._opened)
         parser.name = f"{self._id}/{number}"
         return Said(parser)
+
+
+def _why_held(body: ChatRequest) -> str:
+    """What has calls keep to a structure of their own, and how it has none."""
+    if body.choice != "auto":
+        return "tool_choice requires a call, which has its own; drop one of them"
+    strict = next(tool.function.name for tool in body.offered if tool.function.strict)
+    return f"calls of {strict!r}, which is strict, have their own; write strict: false there"
 
 
 def _structure_in(asked: dict[str, Any]) -> str | None:

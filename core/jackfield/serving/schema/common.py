@@ -136,6 +136,17 @@ class Sampling(Body):
         **{name: name for name in OWN},
     }  # fmt: skip
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        """`NAMES`, where a grammar that this body does not write is made of what it does: of the
+        schema of an answer beside tools, or of the tools.
+        """
+        if self.grammar is not None:
+            return self.NAMES
+        schema = self.NAMES.get("json_schema", "tools")
+        of_answer = schema.partition(".")[0] in self.model_fields_set
+        return {**self.NAMES, "grammar": schema if of_answer else "tools"}
+
     def asked(self) -> dict[str, Any]:
         """What the engine is asked for."""
         plain = ("temperature", "top_p", *OWN)
