@@ -40,18 +40,24 @@ def saying(tmp_path: Path) -> Callable[..., str]:
     [
         (
             {"num_beams": 4},
-            "model: its generation_config.json asks for num_beams=4, which the decoding 'sample' "
-            "does not honour; serve it with --decoding beam, or take num_beams out of that file",
+            (
+                "its generation_config.json asks for num_beams=4, which the decoding 'sample' does "
+                "not honour; serve it with --decoding beam, or take num_beams out of that file"
+            ),
         ),
         (
             {"token_healing": True},
-            "model: its generation_config.json asks for token_healing=True, which the decoding "
-            "'sample' does not honour; take token_healing out of that file",
+            (
+                "its generation_config.json asks for token_healing=True, which the decoding "
+                "'sample' does not honour; take token_healing out of that file"
+            ),
         ),
         (
             {"repetition_penalty": -1.0},
-            "model: repetition_penalty must be more than 0, not -1.0, which the model's generation_config "
-            "sets; change its generation_config.json",
+            (
+                "repetition_penalty must be more than 0, not -1.0, which the model's "
+                "generation_config sets; change its generation_config.json"
+            ),
         ),
     ],
 )
@@ -62,7 +68,7 @@ def test_what_no_client_could_answer_is_said_at_the_start(
     words: str,
 ) -> None:
     assert cli.run(["serve", saying(**fields), "--port", "0"]) == 2
-    assert capsys.readouterr().err == f"error: {words}\n"
+    assert capsys.readouterr().err == f"error: model: {words}\n"
 
 
 def test_a_model_that_asks_for_beams_is_served_with_beams(

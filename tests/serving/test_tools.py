@@ -216,16 +216,16 @@ def test_an_answer_keeps_to_its_schema_or_is_a_call(client: OpenAI, strict: bool
     [
         ({"tool_choice": NAMED, **held_to(SUM)}, "response_format",
          "response_format: tool_choice requires a call, which has its own; drop one of them"),
-        ({"regex": "a+"}, "regex", "regex: calls of 'weather', which is strict, have their own; "
-         "write strict: false there"),
+        ({"regex": "a+"}, "regex",
+         "calls of 'weather', which is strict, have their own; write strict: false there"),
         (held_to({"type": "odd"}), "response_format", "response_format"),
     ],
 )  # fmt: skip
 def test_two_structures_are_refused_by_their_fields(
     client: OpenAI, more: dict[str, Any], param: str, words: str
 ) -> None:
+    basic = {k: v for k, v in asked(tools=[strictly(TOOLS[0])]).items() if k not in more}
     with pytest.raises(openai.BadRequestError) as caught:
-        basic = {k: v for k, v in asked(tools=[strictly(TOOLS[0])]).items() if k not in more}
         client.chat.completions.create(**basic, extra_body=more)
     assert caught.value.param == param, caught.value.message
     assert words in caught.value.message
@@ -233,3 +233,25 @@ def test_two_structures_are_refused_by_their_fields(
 
 def test_an_agent_calls_a_tool_and_reads_what_came_of_it(server: Served) -> None:
     assert_an_agent_calls_a_tool(server, "OpenAIChatModel", NAMED)
+
+
+CALL: Any = {"id": "abcdefghi", "type": "function",
+             "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "result", "words"),
+    [
+        ([CALL], {"tool_call_id": "zzz"}, "no call before it has the id 'zzz'"),
+        ([], {"tool_call_id": "abcdefghi"}, "no call before it has the id 'abcdefghi'"),
+        ([CALL], {}, "a result names its call"),
+    ],
+)
+def test_a_result_is_that_of_a_call(
+    client: OpenAI, before: list[Any], result: dict[str, Any], words: str
+) -> None:
+    calling = [{"role": "assistant", "tool_calls": before}] if before else []
+    told: Any = [*SAY, *calling, {"role": "tool", "content": "sunny", **result}]
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        client.chat.completions.create(**asked(messages=told))
+    assert caught.value.param == f"messages.{len(told) - 1}.tool_call_id"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from jackfield.engine.completions import Delta
 from jackfield.engine.engine import Engine
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, quoted
 from jackfield.parsing.calling import Calling
 from jackfield.parsing.formats import Format
 from jackfield.parsing.parts import (
@@ -21,8 +23,10 @@ from jackfield.parsing.parts import (
 )
 from jackfield.serving.asking import Asking
 from jackfield.serving.errors import as_api_error, refused
-from jackfield.serving.schema.chat import ChatRequest
+from jackfield.serving.schema.chat import ChatRequest, Message
 from jackfield.serving.settings import ServerSettings
+
+logger = logging.getLogger("jackfield.serving")
 
 _SWITCHES = ("enable_thinking", "thinking")  # the first is how most templates call it
 _EFFORT = "reasoning_effort"
@@ -86,6 +90,7 @@ class Turn:
 
     def __init__(self, body: ChatRequest, asking: Asking, engine: Engine) -> None:
         tokenizer: Any = engine.tokenizer
+        _check_results(body.messages)
         messages: list[Any] = [message.plain() for message in body.messages]
         asked = {**body.asked(), **asking.length(body.most, engine)}
         self._format: Format | None = None
@@ -158,6 +163,23 @@ class Turn:
         return Said(parser)
 
 
+def _check_results(messages: Sequence[Message]) -> None:
+    """Raise ApiError for the result of a call that no message before it makes."""
+    called: set[str] = set()
+    for at, message in enumerate(messages):
+        called.update(call.id for call in message.tool_calls or ())
+        if message.role != "tool" or message.tool_call_id in called:
+            continue
+        field = f"messages.{at}.tool_call_id"
+        if message.tool_call_id is None:
+            raise refused(f"{field}: a result names its call; write the id of the call", field)
+        raise refused(
+            f"{field}: no call before it has the id {quoted(message.tool_call_id)}; send the "
+            "assistant's message with its tool_calls too",
+            field,
+        )
+
+
 def _why_held(body: ChatRequest) -> str:
     """What has calls keep to a structure of their own, and how it has none."""
     if body.choice != "auto":
@@ -182,6 +204,8 @@ def template_kwargs(body: ChatRequest, asking: Asking, form: Format) -> dict[str
             found[_EFFORT] = effort
         elif (switch := _switch(form, tools=tools)) is not None:
             found[switch] = effort != "none"
+            if effort != "none":
+                _say_once(body.model)
         else:
             raise refused(
                 f"reasoning_effort={effort!r}: the chat template of {body.model} knows no effort "
@@ -189,6 +213,14 @@ def template_kwargs(body: ChatRequest, asking: Asking, form: Format) -> dict[str
                 "reasoning_effort",
             )
     return found | (body.chat_template_kwargs or {})
+
+
+@functools.cache
+def _say_once(model: str) -> None:
+    logger.warning(
+        "%s: its chat template knows no effort of reasoning, only on and off; every "
+        "reasoning_effort but 'none' is the same there", model,
+    )  # fmt: skip
 
 
 def defaults(
