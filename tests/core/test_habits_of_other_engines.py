@@ -28,8 +28,9 @@ from jackfield.errors import (
 )
 from jackfield.planning.keywords import in_our_words, selected
 from jackfield.registry.discovery import registry
-from jackfield.requests import habits
+from jackfield.requests import habits, neutral
 from jackfield.requests.habits import FLAGS, KEYWORDS, VALUES
+from jackfield.requests.instead import is_neutral, of_loading, of_request
 from jackfield.requests.other_engines import LOADING, NAMES, REQUESTS
 
 LOAD = frozenset(LoadArguments.__annotations__) | frozenset(PlanArguments.__annotations__)
@@ -64,12 +65,13 @@ def test_the_words_are_no_words_of_ours() -> None:
 
 def test_a_word_that_is_given_to_load() -> None:
     words = sorted({*LOADING, *REQUESTS})
-    for name, value in itertools.product(words, (object(), None, 1, "x")):
+    for name, value in itertools.product(words, (object(), None, 7, "x")):
         with pytest.raises(UsageError) as caught:
             in_our_words({name: value}, LOAD, "jackfield.load")
         said = str(caught.value)
         assert said.startswith(f"jackfield.load takes no {name}")
-        assert said.endswith((LOADING if name in LOADING else REQUESTS)[name])
+        answer = of_loading if name in LOADING else of_request
+        assert said.endswith(answer(name, value))
         assert "did you mean" not in said
 
 
@@ -82,10 +84,10 @@ def engine() -> Any:
 def test_a_word_that_is_given_to_a_request(engine: Any) -> None:
     for name in sorted({*LOADING, *REQUESTS} - KEYWORDS.keys()):
         with pytest.raises(SettingsError) as caught:
-            engine.generate("a", max_new_tokens=1, **{name: 1})
+            engine.generate("a", max_new_tokens=1, **{name: 7})
         said = str(caught.value)
         assert name in said
-        assert said.endswith((REQUESTS if name in REQUESTS else LOADING)[name])
+        assert said.endswith((of_request if name in REQUESTS else of_loading)(name, 7))
         assert "did you mean" not in said
 
 
@@ -202,3 +204,71 @@ def test_another_name_of_a_dtype_is_answered_with_one_that_is_taken(theirs: str)
         jackfield.plan("demo", dtype=theirs)
     (ours,) = re.findall(r"; write '(\w+)'", str(caught.value))
     assert jackfield.plan("demo", dtype=ours).requirements.dtype == ours
+
+
+NEUTRAL = [
+    (name, value)
+    for table, words in ((neutral.LOADING, LOADING), (neutral.REQUESTS, REQUESTS))
+    for name, values in table.items()
+    if name in words
+    for value in values
+]
+
+
+def test_a_value_that_asks_for_what_is_so_is_taken(engine: Any) -> None:
+    plain = engine.generate("a", max_new_tokens=2)[0].text
+    for name, value in NEUTRAL:
+        assert in_our_words({name: value}, LOAD, "jackfield.load") == {}, (name, value)
+        if name not in KEYWORDS:
+            assert engine.generate("a", max_new_tokens=2, **{name: value})[0].text == plain
+    assert len(NEUTRAL) > 90
+    assert not {name for name, _ in NEUTRAL} & LOAD
+
+
+@pytest.mark.parametrize("name", [*LOADING, *REQUESTS])
+def test_no_value_is_answered_with_the_opposite(name: str) -> None:
+    """What says yes or no is told apart: what is so is taken, what is not so is no "always so"."""
+    of = of_loading if name in LOADING else of_request
+    yes, no = (None if is_neutral(name, value) else of(name, value) for value in (True, False))
+    for answer in (yes, no):
+        assert answer is None or "it is always so" not in answer
+    switched = re.search(r"=no'|'none'|turn it off", no or "")
+    if switched and not name.startswith("disable_"):
+        assert yes != no, name
+    if switched := re.search(r"=no'|turn it off", yes or ""):
+        assert name.startswith("disable_"), name
+
+
+#: word, what was written, what is to be written
+TYPED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("max_tokens", 3, {"max_new_tokens": 3}),
+    ("n", 3, {"num_return_sequences": 3, "temperature": 1.0}),
+    ("stop_token_ids", [3], {"eos_token_id": [3]}),
+    ("stop_sequences", "x", {"stop": ["x"]}),
+    ("temp", 0, {"temperature": 0}),
+    ("guided_regex", "[0-9]", {"regex": "[0-9]"}),
+    ("guided_choice", ["a", "b"], {"choices": ["a", "b"]}),
+    ("structured_outputs", {"regex": "[0-9]"}, {"regex": "[0-9]"}),
+    ("structured_outputs", {"choice": ["a"]}, {"choices": ["a"]}),
+    ("structured_outputs", {"json": {"type": "null"}}, {"json_schema": {"type": "null"}}),
+    ("guided_decoding", {"regex": "a"}, {"regex": "a"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}},
+     {"json_schema": {"type": "null"}}),
+    ("gpu_memory_utilization", 0.5, {"cache_implementation": "paged?memory=0.5"}),
+    ("tensor_parallel_size", 4, {"tp_size": 4}),
+    ("max_num_seqs", 64, {"max_batch_size": 64}),
+    ("block_size", 32, {"cache_implementation": "paged?page_size=32"}),
+    ("num_gpu_blocks_override", 9, {"cache_implementation": "paged?num_tokens=8192"}),
+    ("speculative_config", {"method": "ngram"}, {"decoding": "prompt_lookup"}),
+    ("chunked_prefill_size", -1, {"prefill_chunk_size": 512}),
+    ("enforce_eager", True, {"compile": "none"}),
+    ("torch_compile", False, {"compile": "none"}),
+    ("cache_prompt", False, {"cache_implementation": "paged?prefix_sharing=no"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "due"), TYPED)
+def test_what_was_written_stands_in_the_answer(name: str, value: Any, due: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        in_our_words({name: value}, LOAD, "jackfield.load")
+    assert assignments(str(caught.value)) == due

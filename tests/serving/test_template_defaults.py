@@ -135,10 +135,8 @@ def test_what_is_confined_is_no_thought(held: dict[str, Any], said: dict[str, An
 
 
 def test_efforts_that_are_the_same_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    engine: Any = OnlyTokenizer()
-    engine.tokenizer = with_template(THINKING.replace("thinks", "enable_thinking"))
-    engine.chat_format = format_of(engine.tokenizer)
+    form, asking = format_of(with_template(SWITCH)), Asking(settings(), "")
     for effort in ("none", "low", "high", "low"):
-        body = ChatRequest.model_validate({**BODY, "model": "once", "reasoning_effort": effort})
-        Turn(body, Asking(settings(), "", "a"), engine)
+        body = {**BODY, "model": "once", "reasoning_effort": effort}
+        template_kwargs(ChatRequest.model_validate(body), asking, form)
     assert caplog.text.count("every reasoning_effort but 'none' is the same there") == 1

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from jackfield.serving.errors import refused
-from jackfield.serving.schema.theirs import instead_of_field
+from jackfield.serving.schema.theirs import asks_for_nothing, instead_of_field
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -121,12 +121,19 @@ class Sampling(Body):
     @model_validator(mode="before")
     @classmethod
     def _answer_others(cls, data: Any) -> Any:
-        """Raise ApiError for a field of another server that has another name, or none, here."""
+        """Raise ApiError for a field of another server that has another name, or none, here.
+
+        One that asks for what is so anyway is taken, and is nothing.
+        """
+        if not isinstance(data, dict):
+            return data
         fields = cls.model_fields
-        for name, value in data.items() if isinstance(data, dict) else ():
+        inert = [name for name in data if asks_for_nothing(name, data[name], fields)]
+        data = {name: value for name, value in data.items() if name not in inert}
+        for name, value in data.items():
             if name in fields or value is None:
                 continue
-            if answer := instead_of_field(name, cls.NAMES, fields):
+            if answer := instead_of_field(name, cls.NAMES, fields, value):
                 raise refused(f"nothing here reads the field {name!r}; {answer}", name)
         return data
 
