@@ -15,9 +15,11 @@ import pytest
 import typer
 
 import jackfield
+from jackfield import cli
 from jackfield.api import LoadArguments, PlanArguments
 from jackfield.cli.answers import instead_of_flag
 from jackfield.cli.app import app
+from jackfield.cli.flag_words import WORDS
 from jackfield.errors import (
     CheckpointError,
     ExecutionError,
@@ -143,7 +145,7 @@ def test_the_flags_that_are_answered_are_there(command: str) -> None:
             words = [flag, *shlex.split(value)]
             prompt = ["a"] if command == "generate" else []
             COMMANDS.commands[command].make_context(command, [*prompt, *words])
-            if flag == "--set":
+            if flag == "--set" and name not in WORDS:  # of the command line alone
                 setting, _, text = words[1].partition("=")
                 assert json.loads(text) == assignments(REQUESTS[name])[setting]
     assert flags > 20
@@ -272,3 +274,67 @@ def test_what_was_written_stands_in_the_answer(name: str, value: Any, due: dict[
     with pytest.raises(UsageError) as caught:
         in_our_words({name: value}, LOAD, "jackfield.load")
     assert assignments(str(caught.value)) == due
+
+
+EVERY = sorted({*LOADING, *REQUESTS, *KEYWORDS, *FLAGS, *habits.DECODINGS})
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "explain", "memory", "serve"])
+def test_a_command_line_is_answered_for_a_command_line(command: str) -> None:
+    known = opts(command)
+    for name in EVERY:
+        flag = f"--{name.replace('_', '-')}"
+        if flag in known:
+            continue
+        for given in (flag, f"--no-{flag[2:]}"):
+            said = instead_of_flag(given, known) or ""
+            assert "engine." not in said.replace("in Python: engine.generate", ""), (given, said)
+            assert "jackfield.load(" not in said, (given, said)
+
+
+@pytest.mark.parametrize("command", ["generate", "explain", "serve"])
+def test_a_flag_that_says_no_is_not_told_to_say_yes(command: str) -> None:
+    known = opts(command)
+    switches = {name for name, value in NEUTRAL if isinstance(value, bool)}
+    switches |= {n for n, h in KEYWORDS.items() if any(isinstance(i, bool) for i in h.inert)}
+    for name in sorted(switches):
+        flag = name.replace("_", "-")
+        yes = instead_of_flag(f"--{flag}", known, value=True)
+        no = instead_of_flag(f"--no-{flag}", known)
+        assert yes != no or no is None or "write --" not in no, (name, no)
+    for flag, due in (
+        ("--no-cb-use-cuda-graph", "write --compile none"),
+        ("--no-trust-remote-code", "drop it: it is so anyway"),
+        ("--no-enforce-eager", "drop it: it is so anyway"),
+        ("--no-enable-prefix-caching", "write --cache 'paged?prefix_sharing=no' to turn it off"),
+        ("--no-mmap", "weights are always mapped from their files; drop it"),
+    ):
+        assert instead_of_flag(flag, known) == due
+
+
+@pytest.mark.parametrize(
+    ("words", "due"),
+    [
+        ("generate hi -n 4", "write --max-new-tokens 4"),
+        ("generate hi --n-predict=4", "write --max-new-tokens 4"),
+        ("generate hi --temp 0", "write --temperature 0"),
+        ("generate hi --kv-cache-dtype auto", "drop it: it is so anyway"),
+        ("generate hi --kv-cache-dtype fp8", "write --cache 'quantized?nbits=4'"),
+        ("generate --prompt hi", "the prompt is an argument, without a name"),
+        ("generate hi --stream", "drop it: a text is shown as it grows"),
+        ("generate hi --gpu-memory-utilization .5",
+         "write --cache 'paged?memory=0.9', a share of what is free"),
+        ("generate hi --gpu-memory-utilization 0.5",
+         "write --cache 'paged?memory=0.5', a share of what is free"),
+        ("generate hi --trust-remote-code",
+         "there is none: code from a model's repository is never run"),
+        ("generate hi --enable-thinking", "write --set enable_thinking=true, or false"),
+        ("serve demo --enable-thinking", "write --reasoning off, or on"),
+        ("serve demo --skip-special-tokens", "it is a field of each request"),
+    ],
+)  # fmt: skip
+def test_what_stands_behind_a_flag_counts(
+    capsys: pytest.CaptureFixture[str], words: str, due: str
+) -> None:
+    assert cli.run(words.split()) == 2
+    assert capsys.readouterr().err.partition("; ")[2] == f"{due}\n"

@@ -181,7 +181,7 @@ def test_data_never_selects_code(name: str, caplog: pytest.LogCaptureFixture) ->
 def test_an_unknown_field_names_the_nearest() -> None:
     assert "did you mean 'temperature'" in refusal(temprature=0.5)
     assert "did you mean 'max_new_tokens'" in refusal(max_new_token=5)
-    assert "write max_new_tokens=20" in refusal(max_tokens=5)
+    assert "write max_new_tokens=5" in refusal(max_tokens=5)
     assert "'presence_penality'" in refusal(presence_penality=1.0)
     assert "frequency_penalty_" in refusal(
         generation_config=GenerationConfig(frequency_penalty_=0.5)

@@ -38,7 +38,7 @@ def test_a_flag_of_another_server_is_answered_in_one_line(
     capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
     assert flag not in OURS
-    assert cli.run(["serve", "demo", flag, "1"]) == 2
+    assert cli.run(["serve", "demo", flag, "7"]) == 2
     said = capsys.readouterr().err
     assert said == f"error: No such option: {flag}; {FLAGS[flag]}\n"
 
@@ -51,7 +51,7 @@ def test_however_it_is_written(capsys: pytest.CaptureFixture[str], written: str)
 
 def test_settings_of_texts_are_fields(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--top-k", "--min-p", "--temperature", "--repetition-penalty"):
-        assert cli.run(["serve", "demo", flag, "1"]) == 2
+        assert cli.run(["serve", "demo", flag, "7"]) == 2
         assert "it is a field of each request" in capsys.readouterr().err
 
 
@@ -129,7 +129,7 @@ def test_a_field_that_asks_for_what_is_so_is_taken(name: str) -> None:
 @pytest.mark.parametrize("name", THEIRS)
 def test_no_value_is_answered_with_the_opposite(name: str) -> None:
     """What is switched off, and is on here, is not "always so"; what is off here is taken."""
-    for kind, base in BODIES.values():
+    for kind, _ in BODIES.values():
         if name in kind.model_fields:
             continue
         for value in (True, False):
@@ -169,3 +169,37 @@ def test_what_clients_of_others_write_out_changes_nothing(server: Served) -> Non
     plain, found = (httpx.post(server.url + CHAT, json=b) for b in (asked, {**asked, **more}))
     assert found.status_code == 200, found.text
     assert found.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("words", "due"),
+    [
+        ("--slots", "there is none: GET /v1/report and /v1/plan say what runs"),
+        ("--no-mmap", "there is none: weights are always mapped from their files"),
+        ("--enforce-eager", "write --compile none"),
+        ("--no-enforce-eager", "drop it: it is so anyway"),
+        ("--no-cb-use-cuda-graph", "write --compile none"),
+        ("--no-enable-cors", "drop it: no other site may ask without --cors-origin"),
+        ("--no-trust-remote-code", "drop it: it is so anyway"),
+        ("--kv-cache-dtype auto", "drop it: it is so anyway"),
+        ("--tensor-parallel-size 1", "drop it: it is so anyway"),
+        ("--tensor-parallel-size=2", "write --tp N"),
+        ("--no-enable-prefix-caching", "write --cache 'paged?prefix_sharing=no' to turn it off"),
+        ("--generation-config vllm", FLAGS["--generation-config"]),
+        ("--no-compile", "write --compile none"),
+        ("--no-truncate", "drop it: a prompt that is too long is refused, never cut"),
+    ],
+)
+def test_what_a_flag_says_counts(capsys: pytest.CaptureFixture[str], words: str, due: str) -> None:
+    assert cli.run(["serve", "demo", *words.split()]) == 2
+    assert capsys.readouterr().err.partition("; ")[2] == f"{due}\n"
+
+
+def test_no_flag_of_a_server_is_told_the_opposite() -> None:
+    for flag in FLAGS:
+        if flag.startswith("--no-"):
+            assert (
+                FLAGS.get(f"--{flag[5:]}") != FLAGS[flag]
+                or "find_" in FLAGS[flag]
+                or (flag in ("--no-jinja", "--no-enable-log-requests"))
+            ), flag

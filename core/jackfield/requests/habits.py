@@ -292,6 +292,7 @@ FLAG_OF: Mapping[str, str] = {
     "attn_implementation": "--attention",
     "cache_implementation": "--cache",
     "device_map": "--device",
+    "image_hosts": "--image-host",
     "kernels": "--kernel",
     "tp_plan": "--tp",
     "tp_size": "--tp",
