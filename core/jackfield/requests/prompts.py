@@ -88,9 +88,19 @@ def taken(prompts: Any, settings: dict[str, Any], reads: str | None = None) -> A
     if given:
         raise PromptError(f"nothing here reads {', '.join(map(repr, given))} of a prompt; drop it")
     prompts = listed(prompts if ids is None else ids)
+    if mask is not None and _is_text(prompts):
+        raise PromptError(
+            "attention_mask stands beside token ids, and a text has no padding; drop it"
+        )
     if mask is not None and prompts is None:
         raise PromptError("there is an attention_mask and no prompt; it stands beside input_ids")
     return prompts if mask is None else _cut(prompts, listed(mask))
+
+
+def _is_text(prompts: Any) -> bool:
+    """Whether it is a text, or several, or a chat."""
+    first = prompts[0] if isinstance(prompts, Sequence) and prompts else None
+    return isinstance(prompts, str) or isinstance(first, str | Mapping)
 
 
 def listed(value: Any) -> Any:

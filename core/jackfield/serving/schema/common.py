@@ -15,6 +15,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from jackfield.serving.errors import refused
 from jackfield.serving.schema.theirs import asks_for_nothing, instead_of_field
@@ -77,6 +78,17 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_schema(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("schema") is not None:
+            raise PydanticCustomError(
+                "schema_beside",
+                "a schema stands in json_schema; write type json_schema, and json_schema with "
+                "name and schema",
+            )
+        return data
 
 
 class PlainMessage(Body):
@@ -178,9 +190,14 @@ class Penalized(Sampling):
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
     seed: Seed | None = None
     stop: (
-        Annotated[str, Field(min_length=1, max_length=1024)]
-        | Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)
+        Annotated[
+            Annotated[str, Field(min_length=1, max_length=1024), Tag("(text)")]
+            | Annotated[
+                list[Annotated[str, Field(min_length=1, max_length=1024)]],
+                Field(max_length=16),
+                Tag("(list)"),
+            ],
+            Discriminator(text_or_list),
         ]
         | None
     ) = None
