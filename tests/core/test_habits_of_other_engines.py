@@ -338,3 +338,11 @@ def test_what_stands_behind_a_flag_counts(
 ) -> None:
     assert cli.run(words.split()) == 2
     assert capsys.readouterr().err.partition("; ")[2] == f"{due}\n"
+
+
+def test_advice_of_an_engine_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "hi", "--max-new-tokens", "2", "--set", "num_beams=2"]
+    assert cli.run(asked) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("choose a decoding that does: --decoding beam offers one\n")
+    assert cli.run([*asked, "--decoding", "beam"]) == 0

@@ -19,7 +19,7 @@ import typer
 
 from jackfield.cli.answers import instead_of_command, instead_of_flag, with_values
 from jackfield.cli.app import Globals, app
-from jackfield.cli.flag_words import value_beside
+from jackfield.cli.flag_words import on_a_command_line, value_beside
 from jackfield.cli.output import PLAIN, logged, say
 from jackfield.cli.server_flags import as_written, instead_of_flag_of_server
 from jackfield.errors import JackfieldError, UsageError, unusable_folder
@@ -83,7 +83,7 @@ def _report(error: Exception, debug: bool, arguments: Sequence[str]) -> int:
     if not isinstance(error, JackfieldError):
         error = unusable_folder(error) or error
     if isinstance(error, JackfieldError):
-        say(f"error: {error}")
+        say(f"error: {on_a_command_line(str(error))}")
         return error.exit_code
     if hasattr(error, "format_message"):  # typer's usage errors, whose base class is not public
         message = error.format_message()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,20 @@ SHORT: Mapping[str, str] = {
 def for_a_command(answer: str) -> str:
     """An answer of `KEYWORDS` as a command line has it."""
     return _TOKENIZER if "jackfield.load(tokenizer=" in answer else answer
+
+
+#: Advice of an engine for Python -> the same for a command line.
+_ADVICE = (
+    (re.compile(r"lift it with (\w+)=None"), r"lift it with --set \1=null"),
+    (re.compile(r"jackfield\.load\(decoding=\{[^}]*'([\w-]+)': '[^']*'\}\)"), r"--decoding \1"),
+)
+
+
+def on_a_command_line(message: str) -> str:
+    """What an engine says, its advice being such that it can be typed there."""
+    for python, typed in _ADVICE:
+        message = python.sub(typed, message)
+    return message
 
 
 def value_beside(flag: str, arguments: Sequence[str]) -> Any:

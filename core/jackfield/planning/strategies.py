@@ -12,7 +12,6 @@ from jackfield.planning.solving import reasons_against
 from jackfield.registry.backends import Choice
 from jackfield.requests.arguments import Strategies
 from jackfield.requests.checked_numbers import CheckedNumbers
-from jackfield.requests.honouring import unmet
 from jackfield.requests.vocabulary import DRAFTING, EARLY_EXIT, USE_MTP, asks_for_nothing
 from jackfield.spelling import AUTO, Selectable, nearest
 
@@ -232,6 +231,8 @@ def unmet_of_model(
 
     None: such a request gets all.
     """
+    from jackfield.requests.honouring import unmet
+
     picked = pick(decodings, own)
     for setting, value in unmet(own, settings_of(decodings[picked])):
         honouring = (

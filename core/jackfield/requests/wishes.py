@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import string
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,21 @@ def wishes(asked: Mapping[str, Any], defaults: GenerationConfig) -> Wishes:
         config = {**filled, **config}
     keywords = {k: v for k, v in asked.items() if v is not None}
     return Wishes(keywords, config, frozenset(asked) | frozenset(fields))
+
+
+def refuse_unnamed(given: Sequence[Any]) -> None:
+    """Raise SettingsError for what stands behind the prompts without a name."""
+    if not given:
+        return
+    first = given[0]
+    if isinstance(first, GenerationConfig):
+        raise SettingsError(
+            "a second argument has a name: write engine.generate(prompt, generation_config=…)"
+        )
+    raise SettingsError(
+        f"a second argument has a name, and {quoted(first)} has none; several prompts are one "
+        "list: engine.generate([…, …], max_new_tokens=20)"
+    )
 
 
 def mapping(own: Any) -> Mapping[str, Any]:
