@@ -207,12 +207,40 @@ def test_a_token_of_images_that_a_text_has_is_text(llava: Any, cache: str) -> No
     assert expected == [token] * 10
     after = generated(model, processor, chats := chat(picture(0), picture(1), "x"), **GREEDY)
     how: dict[str, Any] = {"cache_implementation": cache, "prefill_chunk_size": 3}
-    ids = processor.tokenizer("one two")["input_ids"] + [token, 7, token]
-    alone = model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist()
+    named = chat("one <image> two <image>")
+    alone = generated(model, processor, named, **GREEDY)
     with jackfield.load(model, tokenizer=processor, **how) as engine:
         settings = [says_it, GREEDY, GREEDY]
-        found = engine.generate([text, chats, ids], settings=settings)
+        found = engine.generate([text, chats, named], settings=settings)
     assert new(found) == [expected, after, alone]
+
+
+def test_what_a_processor_returns_of_an_image_is_answered_with_a_chat(llava: Any) -> None:
+    """Never with what drops the image: it would run, and say another text."""
+    model, processor = llava
+    messages = chat(picture(0), "what")
+    inputs = given(processor, messages)
+    assert "pixel_values" in inputs
+    ids = inputs["input_ids"]
+    form = (
+        r"images are given in a chat: \[\{'role': 'user', 'content': \[\{'type': 'image', 'image'"
+    )
+    with jackfield.load(model, tokenizer=processor) as engine:
+        for call in (
+            lambda: engine.generate(inputs, **GREEDY),
+            lambda: engine.generate(**inputs, **GREEDY),
+            lambda: engine.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY),
+            lambda: engine.generate(ids[0].tolist(), **GREEDY),
+            lambda: list(engine.stream(ids[0].tolist(), **GREEDY)),
+            lambda: engine.submit(ids[0], **GREEDY),
+        ):
+            with pytest.raises(PromptError, match=form) as caught:
+                call()
+            assert "drop" not in str(caught.value)
+        assert new(engine.generate([messages], **GREEDY))[0]
+    unread = "stands for an image, and images are not read here"
+    with jackfield.load(model, tokenizer=None) as engine, pytest.raises(PromptError, match=unread):
+        engine.generate(ids[0].tolist(), **GREEDY)
 
 
 def test_a_step_of_texts_is_what_it_was(llava: Any, monkeypatch: pytest.MonkeyPatch) -> None:

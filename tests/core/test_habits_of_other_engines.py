@@ -15,9 +15,11 @@ import pytest
 import typer
 
 import jackfield
+from jackfield import cli
 from jackfield.api import LoadArguments, PlanArguments
 from jackfield.cli.answers import instead_of_flag
 from jackfield.cli.app import app
+from jackfield.cli.flag_words import WORDS
 from jackfield.errors import (
     CheckpointError,
     ExecutionError,
@@ -28,8 +30,9 @@ from jackfield.errors import (
 )
 from jackfield.planning.keywords import in_our_words, selected
 from jackfield.registry.discovery import registry
-from jackfield.requests import habits
+from jackfield.requests import habits, neutral
 from jackfield.requests.habits import FLAGS, KEYWORDS, VALUES
+from jackfield.requests.instead import is_neutral, of_loading, of_request
 from jackfield.requests.other_engines import LOADING, NAMES, REQUESTS
 
 LOAD = frozenset(LoadArguments.__annotations__) | frozenset(PlanArguments.__annotations__)
@@ -64,12 +67,13 @@ def test_the_words_are_no_words_of_ours() -> None:
 
 def test_a_word_that_is_given_to_load() -> None:
     words = sorted({*LOADING, *REQUESTS})
-    for name, value in itertools.product(words, (object(), None, 1, "x")):
+    for name, value in itertools.product(words, (object(), None, 7, "x")):
         with pytest.raises(UsageError) as caught:
             in_our_words({name: value}, LOAD, "jackfield.load")
         said = str(caught.value)
         assert said.startswith(f"jackfield.load takes no {name}")
-        assert said.endswith((LOADING if name in LOADING else REQUESTS)[name])
+        answer = of_loading if name in LOADING else of_request
+        assert said.endswith(answer(name, value))
         assert "did you mean" not in said
 
 
@@ -82,10 +86,10 @@ def engine() -> Any:
 def test_a_word_that_is_given_to_a_request(engine: Any) -> None:
     for name in sorted({*LOADING, *REQUESTS} - KEYWORDS.keys()):
         with pytest.raises(SettingsError) as caught:
-            engine.generate("a", max_new_tokens=1, **{name: 1})
+            engine.generate("a", max_new_tokens=1, **{name: 7})
         said = str(caught.value)
         assert name in said
-        assert said.endswith((REQUESTS if name in REQUESTS else LOADING)[name])
+        assert said.endswith((of_request if name in REQUESTS else of_loading)(name, 7))
         assert "did you mean" not in said
 
 
@@ -141,7 +145,7 @@ def test_the_flags_that_are_answered_are_there(command: str) -> None:
             words = [flag, *shlex.split(value)]
             prompt = ["a"] if command == "generate" else []
             COMMANDS.commands[command].make_context(command, [*prompt, *words])
-            if flag == "--set":
+            if flag == "--set" and name not in WORDS:  # of the command line alone
                 setting, _, text = words[1].partition("=")
                 assert json.loads(text) == assignments(REQUESTS[name])[setting]
     assert flags > 20
@@ -202,3 +206,143 @@ def test_another_name_of_a_dtype_is_answered_with_one_that_is_taken(theirs: str)
         jackfield.plan("demo", dtype=theirs)
     (ours,) = re.findall(r"; write '(\w+)'", str(caught.value))
     assert jackfield.plan("demo", dtype=ours).requirements.dtype == ours
+
+
+NEUTRAL = [
+    (name, value)
+    for table, words in ((neutral.LOADING, LOADING), (neutral.REQUESTS, REQUESTS))
+    for name, values in table.items()
+    if name in words
+    for value in values
+]
+
+
+def test_a_value_that_asks_for_what_is_so_is_taken(engine: Any) -> None:
+    plain = engine.generate("a", max_new_tokens=2)[0].text
+    for name, value in NEUTRAL:
+        assert in_our_words({name: value}, LOAD, "jackfield.load") == {}, (name, value)
+        if name not in KEYWORDS:
+            assert engine.generate("a", max_new_tokens=2, **{name: value})[0].text == plain
+    assert len(NEUTRAL) > 90
+    assert not {name for name, _ in NEUTRAL} & LOAD
+
+
+@pytest.mark.parametrize("name", [*LOADING, *REQUESTS])
+def test_no_value_is_answered_with_the_opposite(name: str) -> None:
+    """What says yes or no is told apart: what is so is taken, what is not so is no "always so"."""
+    of = of_loading if name in LOADING else of_request
+    yes, no = (None if is_neutral(name, value) else of(name, value) for value in (True, False))
+    for answer in (yes, no):
+        assert answer is None or "it is always so" not in answer
+    switched = re.search(r"=no'|'none'|turn it off", no or "")
+    if switched and not name.startswith("disable_"):
+        assert yes != no, name
+    if switched := re.search(r"=no'|turn it off", yes or ""):
+        assert name.startswith("disable_"), name
+
+
+#: word, what was written, what is to be written
+TYPED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("max_tokens", 3, {"max_new_tokens": 3}),
+    ("n", 3, {"num_return_sequences": 3, "temperature": 1.0}),
+    ("stop_token_ids", [3], {"eos_token_id": [3]}),
+    ("stop_sequences", "x", {"stop": ["x"]}),
+    ("temp", 0, {"temperature": 0}),
+    ("guided_regex", "[0-9]", {"regex": "[0-9]"}),
+    ("guided_choice", ["a", "b"], {"choices": ["a", "b"]}),
+    ("structured_outputs", {"regex": "[0-9]"}, {"regex": "[0-9]"}),
+    ("structured_outputs", {"choice": ["a"]}, {"choices": ["a"]}),
+    ("structured_outputs", {"json": {"type": "null"}}, {"json_schema": {"type": "null"}}),
+    ("guided_decoding", {"regex": "a"}, {"regex": "a"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}},
+     {"json_schema": {"type": "null"}}),
+    ("gpu_memory_utilization", 0.5, {"cache_implementation": "paged?memory=0.5"}),
+    ("tensor_parallel_size", 4, {"tp_size": 4}),
+    ("max_num_seqs", 64, {"max_batch_size": 64}),
+    ("block_size", 32, {"cache_implementation": "paged?page_size=32"}),
+    ("num_gpu_blocks_override", 9, {"cache_implementation": "paged?num_tokens=8192"}),
+    ("speculative_config", {"method": "ngram"}, {"decoding": "prompt_lookup"}),
+    ("chunked_prefill_size", -1, {"prefill_chunk_size": 512}),
+    ("enforce_eager", True, {"compile": "none"}),
+    ("torch_compile", False, {"compile": "none"}),
+    ("cache_prompt", False, {"cache_implementation": "paged?prefix_sharing=no"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "due"), TYPED)
+def test_what_was_written_stands_in_the_answer(name: str, value: Any, due: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        in_our_words({name: value}, LOAD, "jackfield.load")
+    assert assignments(str(caught.value)) == due
+
+
+EVERY = sorted({*LOADING, *REQUESTS, *KEYWORDS, *FLAGS, *habits.DECODINGS})
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "explain", "memory", "serve"])
+def test_a_command_line_is_answered_for_a_command_line(command: str) -> None:
+    known = opts(command)
+    for name in EVERY:
+        flag = f"--{name.replace('_', '-')}"
+        if flag in known:
+            continue
+        for given in (flag, f"--no-{flag[2:]}"):
+            said = instead_of_flag(given, known) or ""
+            assert "engine." not in said.replace("in Python: engine.generate", ""), (given, said)
+            assert "jackfield.load(" not in said, (given, said)
+
+
+@pytest.mark.parametrize("command", ["generate", "explain", "serve"])
+def test_a_flag_that_says_no_is_not_told_to_say_yes(command: str) -> None:
+    known = opts(command)
+    switches = {name for name, value in NEUTRAL if isinstance(value, bool)}
+    switches |= {n for n, h in KEYWORDS.items() if any(isinstance(i, bool) for i in h.inert)}
+    for name in sorted(switches):
+        flag = name.replace("_", "-")
+        yes = instead_of_flag(f"--{flag}", known, value=True)
+        no = instead_of_flag(f"--no-{flag}", known)
+        assert yes != no or no is None or "write --" not in no, (name, no)
+    for flag, due in (
+        ("--no-cb-use-cuda-graph", "write --compile none"),
+        ("--no-trust-remote-code", "drop it: it is so anyway"),
+        ("--no-enforce-eager", "drop it: it is so anyway"),
+        ("--no-enable-prefix-caching", "write --cache 'paged?prefix_sharing=no' to turn it off"),
+        ("--no-mmap", "weights are always mapped from their files; drop it"),
+    ):
+        assert instead_of_flag(flag, known) == due
+
+
+@pytest.mark.parametrize(
+    ("words", "due"),
+    [
+        ("generate hi -n 4", "write --max-new-tokens 4"),
+        ("generate hi --n-predict=4", "write --max-new-tokens 4"),
+        ("generate hi --temp 0", "write --temperature 0"),
+        ("generate hi --kv-cache-dtype auto", "drop it: it is so anyway"),
+        ("generate hi --kv-cache-dtype fp8", "write --cache 'quantized?nbits=4'"),
+        ("generate --prompt hi", "the prompt is an argument, without a name"),
+        ("generate hi --stream", "drop it: a text is shown as it grows"),
+        ("generate hi --gpu-memory-utilization .5",
+         "write --cache 'paged?memory=0.9', a share of what is free"),
+        ("generate hi --gpu-memory-utilization 0.5",
+         "write --cache 'paged?memory=0.5', a share of what is free"),
+        ("generate hi --trust-remote-code",
+         "there is none: code from a model's repository is never run"),
+        ("generate hi --enable-thinking", "write --set enable_thinking=true, or false"),
+        ("serve demo --enable-thinking", "write --reasoning off, or on"),
+        ("serve demo --skip-special-tokens", "it is a field of each request"),
+    ],
+)  # fmt: skip
+def test_what_stands_behind_a_flag_counts(
+    capsys: pytest.CaptureFixture[str], words: str, due: str
+) -> None:
+    assert cli.run(words.split()) == 2
+    assert capsys.readouterr().err.partition("; ")[2] == f"{due}\n"
+
+
+def test_advice_of_an_engine_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "hi", "--max-new-tokens", "2", "--set", "num_beams=2"]
+    assert cli.run(asked) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("choose a decoding that does: --decoding beam offers one\n")
+    assert cli.run([*asked, "--decoding", "beam"]) == 0

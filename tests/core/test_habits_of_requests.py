@@ -261,3 +261,12 @@ def test_a_file_that_asks_for_what_nothing_honours_is_lifted_with_none() -> None
             assert f"lift it with {name}=None" in message
             assert "generation_config sets" in message
             assert engine.generate(PROMPTS[0], max_new_tokens=2, **{name: None})
+
+
+def test_what_has_no_name_is_answered(engine: jackfield.Engine) -> None:
+    for second, words in (
+        (GenerationConfig(max_new_tokens=2), r"write engine.generate\(prompt, generation_config=…"),
+        ("another prompt", r"several prompts are one list: engine.generate\(\["),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            engine.generate(PROMPTS[0], second)

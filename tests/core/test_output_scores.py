@@ -82,10 +82,23 @@ def test_scores_of_drawn_tokens_are_what_they_are_drawn_from(model: Any) -> None
             chain = model._get_logits_processor(config, input_ids_seq_length=5, device="cpu")
             for logits, scores, token in zip(one.logits, one.scores, one.token_ids, strict=True):
                 due = chain(torch.tensor([PROMPTS[0]]), logits[None].clone())[0]
-                torch.testing.assert_close(
-                    scores.softmax(-1), due.softmax(-1), rtol=1e-4, atol=1e-6
-                )
+                torch.testing.assert_close(scores, due, rtol=1e-4, atol=1e-5)
                 assert scores[token] > -torch.inf
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.5, 1.0, 2.0])
+def test_scores_are_logits_by_temperature_in_any_company(model: Any, temperature: float) -> None:
+    beside = [{"temperature": heat} for heat in (1.0, 0.5, 3.0)]
+    asked = {**BOTH, "temperature": temperature}
+    with jackfield.load(model) as engine:
+        alone = engine.generate(PROMPTS[0], max_new_tokens=3, seed=1, **asked)
+        found = engine.generate(
+            [PROMPTS[0]] * 4, settings=[*beside, asked], max_new_tokens=3, seed=1
+        )
+    for one in (*alone, found[-1]):
+        assert one.logits is not None
+        assert one.scores is not None
+        torch.testing.assert_close(one.scores, one.logits / (temperature or 1.0))
 
 
 def test_one_of_them_and_none(model: Any) -> None:

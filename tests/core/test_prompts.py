@@ -112,7 +112,15 @@ IDS = [[7, 7, 1, 2], [1, 2, 3, 4]]
         ({"attention_mask": torch.zeros(2, 4) - 1}, "must be of 0 and 1"),
         ({"attention_mask": 1}, "must have 2 rows"),
         ({"token_type_ids": [[0, 0, 1, 1], [0] * 4]}, "nothing here reads token_type_ids"),
-        ({"pixel_values": torch.zeros(1)}, "nothing here reads 'pixel_values'"),
+        ({"flags": [1]}, "nothing here reads 'flags' of a prompt; drop it"),
+        (
+            {"pixel_values": torch.zeros(1)},
+            "pixel_values stands beside .*given in a chat: .*'user'",
+        ),
+        ({"image_grid_thw": [[1, 2, 2]]}, "image_grid_thw stands beside .*given in a chat"),
+        ({"pixel_values": torch.zeros(1), "token_type_ids": [[0, 1, 1, 0]]}, "given in a chat"),
+        ({"mm_token_type_ids": [[0, 1, 1, 0]]}, "mm_token_type_ids .*given in a chat"),
+        ({"input_features": torch.zeros(1, 2, 3)}, "a sound is a prompt by itself"),
     ],
 )
 def test_what_would_be_dropped_is_named(given: dict[str, Any], why: str) -> None:
@@ -122,9 +130,10 @@ def test_what_would_be_dropped_is_named(given: dict[str, Any], why: str) -> None
 
 def test_rows_are_cut_by_the_mask() -> None:
     mask = np.array([[0, 0, 1, 1], [1, 1, 1, 1]])
-    more = {"attention_mask": mask, "token_type_ids": np.zeros_like(mask), "max_new_tokens": 3}
+    kinds = dict.fromkeys(("token_type_ids", "mm_token_type_ids"), np.zeros_like(mask))
+    more = {"attention_mask": mask, **kinds, "pixel_values": None, "max_new_tokens": 3}
     assert taken(np.array(IDS), more) == [[1, 2], [1, 2, 3, 4]]
-    assert more == {"max_new_tokens": 3}
+    assert more == {"pixel_values": None, "max_new_tokens": 3}
     with pytest.raises(PromptError, match="give one of the two"):
         taken("text", {"input_ids": IDS})
 

@@ -135,11 +135,11 @@ def test_what_is_no_image_is_answered(ask: Callable[..., httpx.Response]) -> Non
          "messages", "is neither a data URL nor a web address"),
         (of({"type": "image_url", "image_url": {"url": url(picture(0)), "detail": "high"}}),
          "messages.0.content.0.image_url.detail", "auto"),
-        (of({"type": "image_url"}), "messages.0.content.0.image_url", "Field required"),
+        (of({"type": "image_url"}), "messages.0.content.0.image_url", "is a data URL"),
         (of({"type": "image", "image": "/etc/hostname"}),
-         "messages.0.content.0.type", "Input should be 'text'"),
+         "messages.0.content.0.type", "a part is of type text, or of type image_url"),
         (of({"type": "image", "path": "/etc/hostname"}),
-         "messages.0.content.0.type", "Input should be 'text'"),
+         "messages.0.content.0.type", "a part is of type text, or of type image_url"),
     ):  # fmt: skip
         answer = ask(messages)
         error = answer.json()["error"]

@@ -16,6 +16,7 @@ from jackfield import cli
 from jackfield.cli.app import app
 from jackfield.cli.server_flags import FLAGS
 from jackfield.errors import PlanError
+from jackfield.requests import neutral
 from jackfield.serving.errors import ApiError
 from jackfield.serving.schema import theirs
 from jackfield.serving.schema.chat import ChatRequest
@@ -37,7 +38,7 @@ def test_a_flag_of_another_server_is_answered_in_one_line(
     capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
     assert flag not in OURS
-    assert cli.run(["serve", "demo", flag, "1"]) == 2
+    assert cli.run(["serve", "demo", flag, "7"]) == 2
     said = capsys.readouterr().err
     assert said == f"error: No such option: {flag}; {FLAGS[flag]}\n"
 
@@ -50,7 +51,7 @@ def test_however_it_is_written(capsys: pytest.CaptureFixture[str], written: str)
 
 def test_settings_of_texts_are_fields(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--top-k", "--min-p", "--temperature", "--repetition-penalty"):
-        assert cli.run(["serve", "demo", flag, "1"]) == 2
+        assert cli.run(["serve", "demo", flag, "7"]) == 2
         assert "it is a field of each request" in capsys.readouterr().err
 
 
@@ -92,7 +93,7 @@ def test_a_field_of_another_server_is_answered_by_name(name: str) -> None:
             continue  # a body that has no such thing by any name
         answered += 1
         with pytest.raises(ApiError) as caught:
-            kind.model_validate({**base, name: 1})
+            kind.model_validate({**base, name: 7})
         assert (caught.value.status, caught.value.param) == (400, name)
         assert caught.value.message == f"nothing here reads the field {name!r}; {answer}"
         if written := re.match(r"write (\w+)[^=(]*$", answer):
@@ -112,3 +113,93 @@ def test_what_has_another_name_is_named(server: Served) -> None:
         assert error["param"] == next(iter(more))
         assert re.search(rf"\b{field}\b", error["message"])
     assert httpx.post(server.url + CHAT, json={**SAY, "min_p": 0.1, "top_k": 5}).status_code == 200
+
+
+@pytest.mark.parametrize("name", [name for name in neutral.REQUESTS if name in {*THEIRS, "top_k"}])
+def test_a_field_that_asks_for_what_is_so_is_taken(name: str) -> None:
+    for value in neutral.REQUESTS[name]:
+        for kind, base in BODIES.values():
+            if name in kind.model_fields and name != "top_k":
+                continue
+            plain, found = kind.model_validate(base), kind.model_validate({**base, name: value})
+            assert found == plain, (name, value)
+            assert found.model_fields_set == plain.model_fields_set
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_no_value_is_answered_with_the_opposite(name: str) -> None:
+    """What is switched off, and is on here, is not "always so"; what is off here is taken."""
+    for kind, _ in BODIES.values():
+        if name in kind.model_fields:
+            continue
+        for value in (True, False):
+            if not theirs.asks_for_nothing(name, value, kind.model_fields):
+                said = theirs.instead_of_field(name, kind.NAMES, kind.model_fields, value)
+                assert "always so" not in (said or "")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"include_reasoning": False}, "as reasoning_content: leave it unread"),
+        ({"separate_reasoning": False}, "thoughts always come apart"),
+        ({"reasoning_format": "none"}, "thoughts always come apart"),
+        ({"structured_outputs": {"regex": "a"}}, "write regex"),
+        ({"structured_outputs": {"choice": ["a"]}}, "write choices"),
+        ({"structured_outputs": {"json": {}}}, "write response_format"),
+        ({"ignore_eos": True}, "logit_bias"),
+        ({"add_special_tokens": True}, "there is nothing like it"),
+    ],
+)
+def test_fields_by_what_they_say(given: dict[str, Any], words: str) -> None:
+    kind, base = BODIES["chat"]
+    with pytest.raises(ApiError) as caught:
+        kind.model_validate({**base, **given})
+    assert words in caught.value.message
+
+
+def test_what_clients_of_others_write_out_changes_nothing(server: Served) -> None:
+    more = {
+        "ignore_eos": False, "min_tokens": 0, "use_beam_search": False, "best_of": 1, "top_k": -1,
+        "stop_token_ids": [], "skip_special_tokens": True, "priority": 0, "typical_p": 1.0,
+        "repetition_penalty": 1.0, "spaces_between_special_tokens": True, "length_penalty": 1.0,
+        "include_stop_str_in_output": False, "add_special_tokens": False, "mirostat": 0,
+    }  # fmt: skip
+    asked = {**SAY, "temperature": 0}
+    plain, found = (httpx.post(server.url + CHAT, json=b) for b in (asked, {**asked, **more}))
+    assert found.status_code == 200, found.text
+    assert found.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("words", "due"),
+    [
+        ("--slots", "there is none: GET /v1/report and /v1/plan say what runs"),
+        ("--no-mmap", "there is none: weights are always mapped from their files"),
+        ("--enforce-eager", "write --compile none"),
+        ("--no-enforce-eager", "drop it: it is so anyway"),
+        ("--no-cb-use-cuda-graph", "write --compile none"),
+        ("--no-enable-cors", "drop it: no other site may ask without --cors-origin"),
+        ("--no-trust-remote-code", "drop it: it is so anyway"),
+        ("--kv-cache-dtype auto", "drop it: it is so anyway"),
+        ("--tensor-parallel-size 1", "drop it: it is so anyway"),
+        ("--tensor-parallel-size=2", "write --tp N"),
+        ("--no-enable-prefix-caching", "write --cache 'paged?prefix_sharing=no' to turn it off"),
+        ("--generation-config vllm", FLAGS["--generation-config"]),
+        ("--no-compile", "write --compile none"),
+        ("--no-truncate", "drop it: a prompt that is too long is refused, never cut"),
+    ],
+)
+def test_what_a_flag_says_counts(capsys: pytest.CaptureFixture[str], words: str, due: str) -> None:
+    assert cli.run(["serve", "demo", *words.split()]) == 2
+    assert capsys.readouterr().err.partition("; ")[2] == f"{due}\n"
+
+
+def test_no_flag_of_a_server_is_told_the_opposite() -> None:
+    for flag in FLAGS:
+        if flag.startswith("--no-"):
+            assert (
+                FLAGS.get(f"--{flag[5:]}") != FLAGS[flag]
+                or "find_" in FLAGS[flag]
+                or (flag in ("--no-jinja", "--no-enable-log-requests"))
+            ), flag

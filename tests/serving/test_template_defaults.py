@@ -132,3 +132,11 @@ def test_what_is_confined_is_no_thought(held: dict[str, Any], said: dict[str, An
     turn = Turn(body, Asking(settings(), "", "a"), OnlyTokenizer())  # type: ignore[arg-type]
     (found,) = turn.parser(0).said(Delta("{}", []))
     assert {name: value for name, value in found.items() if value} == said
+
+
+def test_efforts_that_are_the_same_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    form, asking = format_of(with_template(SWITCH)), Asking(settings(), "")
+    for effort in ("none", "low", "high", "low"):
+        body = {**BODY, "model": "once", "reasoning_effort": effort}
+        template_kwargs(ChatRequest.model_validate(body), asking, form)
+    assert caplog.text.count("every reasoning_effort but 'none' is the same there") == 1

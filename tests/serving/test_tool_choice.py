@@ -373,3 +373,42 @@ def test_an_engine_calls_a_tool() -> None:
             ((name, arguments, whole),) = calls_in(merged(parts))
             assert (name, whole) == ("f", True)
             assert json.loads(arguments) in ({"n": 1}, {"n": 20})
+
+
+ANSWER = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"],
+          "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("tools", [TOOLS, STRICT], ids=["free", "strict"])
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.one_in(3)
+def test_an_answer_by_a_schema_or_calls(name: str, tools: Any, special: bool) -> None:
+    found, _, _ = known(name, special=special)
+    answers = called = 0
+    for seed in range(24):
+        how = {
+            "parallel": seed % 4 < 2,
+            "starts_in_reasoning": seed % 3 == 0 and found.thought is not None,
+        }
+        grammar = found.settings(tools, "auto", **how, answer=ANSWER)["grammar"]
+        text = walked(name, grammar, seed, special=special)
+        if text is None:
+            continue
+        parts = read(found.parser(tools, "auto", **how), text)
+        calls = calls_in(parts)
+        if said := text_of(parts):
+            answers += 1
+            if name != "harmony":  # which may say a word before it calls
+                assert not calls, text
+            if not calls:
+                assert json.loads(said).keys() == {"sum"}, text
+        else:
+            assert calls, text
+        for one, arguments, whole in calls:
+            assert whole
+            called += 1
+            if tools is STRICT:
+                check(one, arguments)
+    assert called
+    assert answers

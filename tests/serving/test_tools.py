@@ -178,5 +178,80 @@ def test_what_cannot_be_is_refused_by_its_field(
     assert caught.value.param == param
 
 
+SUM = {"type": "object", "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 9}},
+       "required": ["sum"], "additionalProperties": False}  # fmt: skip
+
+
+def held_to(schema: dict[str, Any]) -> dict[str, Any]:
+    named = {"name": "total", "schema": schema, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def strictly(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_answer_keeps_to_its_schema_or_is_a_call(client: OpenAI, strict: bool) -> None:
+    """What `pydantic_function_tool` and `response_format` of OpenAI's SDK say together."""
+    tools = [strictly(tool) for tool in TOOLS[:1]] if strict else TOOLS[:1]
+    for seed in range(4):
+        found = client.chat.completions.create(
+            **asked(tools=tools, seed=seed, temperature=1.5),
+            extra_body=held_to(SUM),
+        )
+        (choice,) = found.choices
+        if choice.finish_reason == "length":
+            continue
+        message = choice.message
+        assert (message.tool_calls is None) is (choice.finish_reason == "stop")
+        for call in message.tool_calls or ():
+            assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")  # type: ignore[union-attr]
+        if not message.tool_calls:
+            assert json.loads(message.content or "").keys() == {"sum"}
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"tool_choice": NAMED, **held_to(SUM)}, "response_format",
+         "response_format: tool_choice requires a call, which has its own; drop one of them"),
+        ({"regex": "a+"}, "regex",
+         "calls of 'weather', which is strict, have their own; write strict: false there"),
+        (held_to({"type": "odd"}), "response_format", "response_format"),
+    ],
+)  # fmt: skip
+def test_two_structures_are_refused_by_their_fields(
+    client: OpenAI, more: dict[str, Any], param: str, words: str
+) -> None:
+    basic = {k: v for k, v in asked(tools=[strictly(TOOLS[0])]).items() if k not in more}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**basic, extra_body=more)
+    assert caught.value.param == param, caught.value.message
+    assert words in caught.value.message
+
+
 def test_an_agent_calls_a_tool_and_reads_what_came_of_it(server: Served) -> None:
     assert_an_agent_calls_a_tool(server, "OpenAIChatModel", NAMED)
+
+
+CALL: Any = {"id": "abcdefghi", "type": "function",
+             "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "result", "words"),
+    [
+        ([CALL], {"tool_call_id": "zzz"}, "no call before it has the id 'zzz'"),
+        ([], {"tool_call_id": "abcdefghi"}, "no call before it has the id 'abcdefghi'"),
+        ([CALL], {}, "a result names its call"),
+    ],
+)
+def test_a_result_is_that_of_a_call(
+    client: OpenAI, before: list[Any], result: dict[str, Any], words: str
+) -> None:
+    calling = [{"role": "assistant", "tool_calls": before}] if before else []
+    told: Any = [*SAY, *calling, {"role": "tool", "content": "sunny", **result}]
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        client.chat.completions.create(**asked(messages=told))
+    assert caught.value.param == f"messages.{len(told) - 1}.tool_call_id"

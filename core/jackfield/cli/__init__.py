@@ -19,6 +19,7 @@ import typer
 
 from jackfield.cli.answers import instead_of_command, instead_of_flag, with_values
 from jackfield.cli.app import Globals, app
+from jackfield.cli.flag_words import on_a_command_line, value_beside
 from jackfield.cli.output import PLAIN, logged, say
 from jackfield.cli.server_flags import as_written, instead_of_flag_of_server
 from jackfield.errors import JackfieldError, UsageError, unusable_folder
@@ -82,7 +83,7 @@ def _report(error: Exception, debug: bool, arguments: Sequence[str]) -> int:
     if not isinstance(error, JackfieldError):
         error = unusable_folder(error) or error
     if isinstance(error, JackfieldError):
-        say(f"error: {error}")
+        say(f"error: {on_a_command_line(str(error))}")
         return error.exit_code
     if hasattr(error, "format_message"):  # typer's usage errors, whose base class is not public
         message = error.format_message()
@@ -90,7 +91,7 @@ def _report(error: Exception, debug: bool, arguments: Sequence[str]) -> int:
         if flag:
             whole = as_written(flag, arguments)
             message, flag = message.replace(f": {flag}", f": {whole}", 1), whole
-        answer = _instead(error, flag)
+        answer = _instead(error, flag, arguments)
         if answer:
             say(f"error: {message.partition(' (Possible')[0].rstrip('.')}; {answer}")
         else:
@@ -107,7 +108,7 @@ def _report(error: Exception, debug: bool, arguments: Sequence[str]) -> int:
     return 1
 
 
-def _instead(error: Exception, flag: str | None) -> str | None:
+def _instead(error: Exception, flag: str | None, arguments: Sequence[str]) -> str | None:
     """What to write instead of a flag or a command of transformers, or a flag of another server."""
     context: Any = getattr(error, "ctx", None)
     if context is None:
@@ -117,8 +118,9 @@ def _instead(error: Exception, flag: str | None) -> str | None:
         if flag in known:
             return None
         serves = context.command_path == "jackfield serve"
-        theirs = instead_of_flag_of_server(flag) if serves else None
-        return theirs or instead_of_flag(flag, known)
+        value = value_beside(flag, arguments)
+        theirs = instead_of_flag_of_server(flag, value) if serves else None
+        return theirs or instead_of_flag(flag, known, value)
     command = re.search(r"No such command '([\w-]+)'", str(error))
     return instead_of_command(command[1]) if command else None
 

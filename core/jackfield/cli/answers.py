@@ -7,7 +7,9 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Sequence
+from typing import Any
 
+from jackfield.cli.flag_words import NEGATED, SHORT, SO, WORDS, for_a_command
 from jackfield.requests.arguments import OF_LOADING
 from jackfield.requests.habits import (
     COMMANDS,
@@ -17,6 +19,7 @@ from jackfield.requests.habits import (
     FLAGS,
     KEYWORDS,
 )
+from jackfield.requests.instead import is_neutral, of_loading, of_request
 from jackfield.requests.other_engines import LOADING, REQUESTS
 
 #: An argument with its value, as the answers for Python have it.
@@ -34,13 +37,20 @@ def with_values(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def instead_of_flag(flag: str, known: Collection[str]) -> str | None:
-    """What to write instead of `flag` where a command takes the flags `known`; None: no idea."""
-    name = flag.lstrip("-").replace("-", "_")
+def instead_of_flag(flag: str, known: Collection[str], value: Any = None) -> str | None:
+    """What to write instead of `flag` where a command takes the flags `known`; None: no idea.
+
+    `value` is what stands behind it; a flag that begins with "no" says False.
+    """
+    name = SHORT.get(flag, flag.lstrip("-").replace("-", "_"))
     if (ours := f"--{name.replace('_', '-')}") in known:
         return f"write {ours}"
-    if (positive := name.removeprefix("no_")) in KEYWORDS or positive in FLAGS:
-        name = positive
+    if name.startswith("no_") and name not in REQUESTS:
+        return _instead_of_no(name.removeprefix("no_"), known)
+    if is_neutral(name, value):
+        return SO
+    if name in WORDS:
+        return _worded(name, known)
     if name in FLAGS:
         return FLAGS[name]
     if name in DECODINGS or name in DECODING_OPTIONS:
@@ -48,13 +58,49 @@ def instead_of_flag(flag: str, known: Collection[str]) -> str | None:
         return f"write --decoding '{backend}?{name}=…'"
     habit = KEYWORDS.get(name)
     if habit is not None:
-        value = next(iter(habit.values.values()), "…")
-        return f"write {_flag(habit.ours)} {value}" if habit.ours else _with_flags(habit.answer)
+        if habit.asks_for_nothing(value):
+            return SO
+        ours = next(iter(habit.values.values()), "…")
+        return f"write {_flag(habit.ours)} {ours}" if habit.ours else _with_flags(habit.answer)
     if name in LOADING:
-        return _in_flags(LOADING[name], known)
+        return _in_flags(of_loading(name, value), known)
     if name in REQUESTS and "--set" in known:
-        return _in_flags(REQUESTS[name], known)
+        return _in_flags(of_request(name, value), known)
     return _setting(name, known)
+
+
+def _worded(name: str, known: Collection[str]) -> str | None:
+    answer = WORDS[name]
+    if "--set" in known:
+        return answer.replace("{set}", f"write --set {name}=")
+    return _elsewhere(known) if "--set" in answer or "{set}" in answer else answer
+
+
+def _instead_of_no(name: str, known: Collection[str]) -> str | None:
+    """What to write instead of the flag that has `name` not be: what is not so asks for nothing."""
+    if name in NEGATED:
+        return NEGATED[name]
+    if name in FLAGS:
+        return FLAGS[name]
+    if name in WORDS:
+        if "{set}" in WORDS[name] and "--set" in known:
+            return f"write --set {name}=false"
+        habit = KEYWORDS.get(name)
+        so = is_neutral(name, False) or (habit is not None and habit.asks_for_nothing(False))
+        return SO if so else _worded(name, known)
+    habit = KEYWORDS.get(name)
+    if habit is not None:
+        if False in habit.values:
+            return f"write {_flag(habit.ours)} {habit.values[False]}"
+        return SO if habit.asks_for_nothing(False) else _with_flags(habit.answer)
+    for word in (name, f"use_{name}", f"enable_{name}"):
+        if is_neutral(word, False):
+            return SO
+        if word in LOADING:
+            return _in_flags(of_loading(word, False), known)
+        if word in REQUESTS and "--set" in known:
+            return _in_flags(of_request(word, False), known)
+    return SO if name in DECODINGS else _setting(f"no_{name}", known)
 
 
 def _in_flags(answer: str, known: Collection[str]) -> str:
@@ -77,12 +123,14 @@ def _as_flag(argument: str, value: str, known: Collection[str]) -> str:
     return f"--set {shlex.quote(f'{argument}={json.dumps(python)}')}"
 
 
-def _flag(argument: str) -> str:
+def _flag(argument: str | None) -> str:
+    assert argument is not None
     return FLAG_OF.get(argument, f"--{argument.replace('_', '-')}")
 
 
 def _with_flags(answer: str) -> str:
     """An answer for Python, with its arguments of `jackfield.load` as flags."""
+    answer = for_a_command(answer)
     return re.sub(r"write (\w+)=", lambda match: f"write {_flag(match[1])} ", answer)
 
 
@@ -94,8 +142,11 @@ def _setting(name: str, known: Collection[str]) -> str | None:
 
         if name not in vars(GenerationConfig()):
             return None
-    if "--set" in known:
-        return f"write --set {name}=…"
+    return f"write --set {name}=…" if "--set" in known else _elsewhere(known)
+
+
+def _elsewhere(known: Collection[str]) -> str:
+    """Where a setting is given that no flag of a command has."""
     if "--new-key" in known:
         return "it is a field of each request"
     return "it is a setting of `jackfield generate` and `chat`"

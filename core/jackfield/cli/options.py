@@ -273,6 +273,9 @@ def _tools(file: Path) -> Any:
         raise UsageError(f"--tools {shown(file)} is not JSON: {first_line(error)}") from None
 
 
+_OF_PYTHON = {"None": "null", "True": "true", "False": "false"}
+
+
 def assignment(text: str) -> tuple[str, Any]:
     """The name and the value of --set KEY=VALUE. Raises UsageError."""
     key, mark, value = text.partition("=")
@@ -282,6 +285,11 @@ def assignment(text: str) -> tuple[str, Any]:
     try:
         return key, json.loads(value)
     except ValueError:
+        if (json_word := _OF_PYTHON.get(value.strip())) is not None:
+            raise UsageError(
+                f"the value of --set {text!r} is Python's, and JSON is read here; write "
+                f"--set {key}={json_word}"
+            ) from None
         raise UsageError(
             f"the value of --set {text!r} is not JSON; write a number, true, a list, or a text in "
             f"double quotes: --set '{key}=\"…\"'"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jackfield.cli.flag_words import SO
+from jackfield.requests.instead import is_neutral
 
 _ONE_PROCESS = "there is none: processes of one machine share a model's layers with --tp N"
 _CONTEXT = (
@@ -19,7 +23,8 @@ _SHARE = "write --cache 'paged?memory=0.9', a share of what is free, and --max-m
 _FIELD = "it is a field of each request"
 _CONFIG = "there is none: it stands in the model's config"
 _LOGS = "drop it: logs are lines of JSON, without prompts unless --log-texts"
-_TEXT = "there is none: texts go on here, and nothing else is served"
+_TEXT = "there is none: texts are made here, and no embeddings"
+_OWN = "there is none: the model's own counts, and fields of each request go before it"
 _DRAFTS = "write --decoding 'assisted?num_assistant_tokens=N' --assistant-model MODEL"
 _CACHE_BITS = "write --cache 'quantized?nbits=4'"
 _FILES = "there is none: weights are read from safetensors or GGUF"
@@ -37,17 +42,39 @@ _ANSWERS: dict[str, str] = {
     _TEMPLATE: "chat-template chat-template-file tokenizer-config-path",
     _FOUND: "tool-call-parser enable-auto-tool-choice reasoning-parser reasoning-format "
     "enable-reasoning jinja no-jinja",
-    _ALWAYS: "enable-chunked-prefill cont-batching no-cont-batching metrics slots props "
-    "enable-metrics enforce-eager cache-prompt mmap no-mmap use-v2-block-manager",
+    _ALWAYS: "enable-chunked-prefill cont-batching cache-prompt mmap use-v2-block-manager",
+    "drop it: GET /metrics always answers": "metrics enable-metrics",
+    "there is none: GET /v1/report and /v1/plan say what runs": "slots props",
+    "there is none: requests always join those that run; --max-batch-size 1 has one at a time": ""
+    "no-cont-batching",
+    "there is none: weights are always mapped from their files": "no-mmap",
+    "there is none: prompts are always fed beside other requests; --max-batch-tokens N bounds a "
+    "step": "no-enable-chunked-prefill",
+    "write --compile none": "enforce-eager disable-cuda-graph no-cb-use-cuda-graph no-compile",
+    "drop it: no other site may ask without --cors-origin": "no-enable-cors",
+    "write --cors-origin ORIGIN, or '*' for all": "enable-cors",
+    "there is none: a model that reads images has what it needs in its folder": "mmproj mmproj-url",
+    "there is none: a chat may have images up to what the context holds": "limit-mm-per-prompt",
+    _OWN: "generation-config override-generation-config default-sampling-params",
+    "there is none: the tokenizer in the model's folder is used": "tokenizer tokenizer-path",
+    "there is none: answers are the assistant's": "response-role",
+    "drop it: what a message may be is found from its chat template": ""
+    "chat-template-content-format",
+    "drop it: prompts are kept while the server runs, and in no file": "prompt-cache "
+    "slot-save-path",
+    "there is none: code from a model's repository is never run": "trust-remote-code",
+    "drop it: a prompt that is too long is refused, never cut": "no-truncate no-context-shift",
+    "there is none: a prompt that is too long is refused": "truncate context-shift",
+    "there is none: an adapter may have any rank": "max-lora-rank",
     _KEY: "api-key api-key-file",
     _SHARE: "gpu-memory-utilization mem-fraction-static cuda-memory-fraction",
     _CACHE_BITS: "kv-cache-dtype cache-type-k cache-type-v",
     _CONFIG: "rope-scaling rope-theta rope-freq-base rope-freq-scale rope-factor rope-scale "
     "yarn-orig-ctx yarn-ext-factor hf-overrides override-kv",
     _LOGS: "disable-log-requests disable-log-stats uvicorn-log-level json-output log-disable "
-    "log-file log-requests disable-uvicorn-access-log verbose log-verbosity",
-    _TEXT: "embedding embeddings reranking rerank pooling limit-mm-per-prompt mmproj mmproj-url "
-    "runner convert",
+    "log-file log-requests disable-uvicorn-access-log verbose log-verbosity quiet max-log-len json "
+    "enable-log-requests no-enable-log-requests",
+    _TEXT: "embedding embeddings reranking rerank pooling runner convert",
     _DRAFTS: "speculative-config speculative-model num-speculative-tokens model-draft draft-max "
     "draft draft-min speculative-algorithm speculative-draft-model-path",
     _FILES: "load-format safetensors-load-strategy",
@@ -58,8 +85,9 @@ _ANSWERS: dict[str, str] = {
     "chunked-prefill-size max-prefill-tokens long-prefill-token-threshold",
     "write --cache 'paged?num_tokens=N'": "max-batch-total-tokens num-gpu-blocks-override",
     "write --cache 'paged?page_size=N'": "block-size page-size",
-    "write --cache 'paged?prefix_sharing=no' to turn it off": "enable-prefix-caching "
+    "write --cache 'paged?prefix_sharing=no' to turn it off": ""
     "no-enable-prefix-caching disable-radix-cache no-cache-prompt",
+    "drop it: beginnings of prompts are found where the cache can": "enable-prefix-caching",
     "write --cache 'paged?swap=yes'": "swap-space",
     "write --max-memory 0=10GB,cpu=40GB": "cpu-offload-gb gpu-layers n-gpu-layers tensor-split "
     "main-gpu split-mode",
@@ -83,7 +111,7 @@ _ANSWERS: dict[str, str] = {
     "write page = false into the file of --config": "no-webui no-ui",
     "write max_samples = N into the file of --config": "max-best-of",
     "there is none: up to 20 are given": "max-logprobs max-top-n-tokens",
-    "write --reasoning off, or on": "reasoning-budget",
+    "write --reasoning off, or on": "reasoning-budget enable-thinking",
     "set OMP_NUM_THREADS=N in the environment": "threads threads-batch",
     "set HF_HUB_CACHE=FOLDER in the environment": "download-dir huggingface-hub-cache "
     "weights-cache-override",
@@ -109,6 +137,12 @@ _SHORT = {
 }  # fmt: skip
 
 
+#: Switches of which it is said why nobody has to write them.
+_SAID_TRUE = frozenset(
+    {"cache_prompt", "enable_chunked_prefill", "enable_prefix_caching", "use_v2_block_manager"}
+)
+
+
 def _table() -> Iterator[tuple[str, str]]:
     for answer, names in _ANSWERS.items():
         yield from ((f"--{name}", answer) for name in names.split())
@@ -124,6 +158,10 @@ def as_written(flag: str, arguments: Sequence[str]) -> str:
     return next((w for w in words if len(flag) == 2 and w in FLAGS and w.startswith(flag)), flag)
 
 
-def instead_of_flag_of_server(flag: str) -> str | None:
-    """What to write instead of `flag`; None: no idea."""
-    return FLAGS.get(flag.replace("_", "-"))
+def instead_of_flag_of_server(flag: str, value: Any = None) -> str | None:
+    """What to write instead of `flag`, behind which stands `value`; None: no idea."""
+    flag = flag.replace("_", "-")
+    name = _SHORT.get(flag, flag.lstrip("-")).replace("-", "_")
+    if is_neutral(name, value) and not (value is True and name in _SAID_TRUE):
+        return SO
+    return FLAGS.get(flag)

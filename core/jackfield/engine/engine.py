@@ -44,7 +44,7 @@ from jackfield.parallel.ranks import Leader
 from jackfield.planning.beside import Beside
 from jackfield.planning.planning import Plan
 from jackfield.requests.prompts import Prompt, is_batch, taken
-from jackfield.requests.wishes import mapping
+from jackfield.requests.wishes import mapping, refuse_unnamed
 from jackfield.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
-        *,
+        *unnamed: Any,
         settings: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = False,
         streamer: Any = None,
@@ -210,6 +210,7 @@ class Engine:
         Raises SettingsError or PromptError before anything is computed.
         """
         called = time.perf_counter()
+        refuse_unnamed(unnamed)
         found: Any = taken(prompts, common, self._intake.reads)
         batch: Sequence[Any] = found if is_batch(found) else [found]
         if settings is not None and len(settings) != len(batch):

@@ -136,7 +136,7 @@ class Intake:
             raise SettingsError(f"decoding={decoding!r}: {reason}")
         width = self._loop.decoding.width(settings)
         self._check_size(settings, len(ids), width)
-        self._check_told(settings, len(ids), wished, images is not None)
+        self._introspection.check(settings, len(ids), images=images is not None)
         adapter, settings = self._adapter(settings)
         if images is not None:
             settings = settings._replace(cache_salt=f"{images.salt} {settings.cache_salt}")
@@ -189,13 +189,6 @@ class Intake:
             check_width(width, settings.num_return_sequences, self._text.vocab_size, places)
         if reason := self._loop.cache.refuse(length, settings.max_new_tokens, *copies):
             raise CacheFullError(f"{self._plan['cache'].registered.name}: {reason}")
-
-    def _check_told(self, settings: Settings, length: int, wished: Wishes, images: bool) -> None:
-        """Raise SettingsError for a request that cannot be told what is inside the model."""
-        try:
-            self._introspection.check(settings, length, images=images)
-        except SettingsError as error:
-            raise SettingsError(wished.told(str(error))) from None
 
     def _adapter(self, settings: Settings) -> tuple[HeldLora | None, Settings]:
         """The adapter of a request, which then caches for itself. Raises SettingsError."""

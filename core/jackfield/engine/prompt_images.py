@@ -15,6 +15,7 @@ from jackfield.bridge.image_chats import Places
 from jackfield.bridge.image_parts import MOST_OF_A_CHAT, has_images, opened, taken_out
 from jackfield.bridge.image_steps import Shown
 from jackfield.errors import PromptError
+from jackfield.requests.features import A_CHAT_WITH_IMAGES
 
 if TYPE_CHECKING:
     from jackfield.bridge.image_encoder import Features
@@ -72,6 +73,7 @@ class ImageIntake:
         Raises PromptError, and what `before_image` raises, which is called before each is opened.
         """
         if not has_images(prompt):
+            self._check_none_meant(prompt)
             return prompt, None
         messages, found = taken_out(prompt)
         if isinstance(self._reader, str):
@@ -94,6 +96,20 @@ class ImageIntake:
                     f"tokens, the model's context is {most}: give fewer images, or smaller ones"
                 )
         return messages, PromptImages(read, tokens)
+
+    def _check_none_meant(self, prompt: Any) -> None:
+        """Raise PromptError for token ids that an image belongs to: there is none in ids."""
+        if not isinstance(prompt, Seq) or isinstance(prompt, str) or self._token not in prompt:
+            return
+        if isinstance(self._reader, str):
+            raise PromptError(
+                f"token {self._token} of the prompt stands for an image, and images are not read "
+                f"here: {self._reader}"
+            )
+        raise PromptError(
+            f"token {self._token} of the prompt stands for an image, and images are given in a "
+            f"chat: {A_CHAT_WITH_IMAGES}"
+        )
 
     def places(self, images: PromptImages) -> Places:
         """What stands for each in a text."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from jackfield.errors import SettingsError, quoted
 from jackfield.parsing import harmony
@@ -39,8 +40,10 @@ def of_frame(
     required: bool,
     parallel: bool,
     thinks: bool,
+    answer: Mapping[str, Any] | None = None,
 ) -> str:
-    """The grammar of a text that is calls, where one is `required`, or else may have them.
+    """The grammar of a text that is calls, where one is `required`, or else may have them, or is
+    JSON that the schema `answer` allows instead of them.
 
     A thought may come first; it `thinks` already where the prompt has opened one.
     """
@@ -52,15 +55,19 @@ def of_frame(
     head = ("" if frame.bare else frame.opens) + frame.first + frame.call_opens
     last = frame.last + ("" if frame.bare else frame.closes)
     rules: list[str] = []
+    write = _BODIES[frame.body]
+    if write is _object and answer is not None and frame.bare:
+        write = _whole_object
     bodies = " | ".join(
-        _BODIES[frame.body](frame, tool, f"t{n}", mark, rules)
-        for n, tool in enumerate(tools.values())
+        write(frame, tool, f"t{n}", mark, rules) for n, tool in enumerate(tools.values())
     )
     following = f"({mark(frame.between + frame.call_opens)} call)*" if parallel else ""
     before = _before(thought, mark, special, rules, thinks=thinks)
     many = "*" if parallel else "?"
     if required:
         start = f"{before} {mark(found)} calls"
+    elif answer is not None:
+        start = f"{before} ({mark(found)} calls | {_spaced(answer)})"
     elif frame.bare:
         begins = {frame.first.strip() or "{", *(thought[0][:1] if thought and not thinks else ())}
         rules.append(f"OTHER: /[^{re.escape(''.join(sorted(begins)))}\\s](?s:.*)/")
@@ -104,7 +111,13 @@ def _before(
     return "thought BLANK?" if thinks else f"({mark(opens)} thought BLANK?)?"
 
 
-def of_harmony(tools: Mapping[str, Tool], special: Mapping[str, int], *, required: bool) -> str:
+def of_harmony(
+    tools: Mapping[str, Tool],
+    special: Mapping[str, int],
+    *,
+    required: bool,
+    answer: Mapping[str, Any] | None = None,
+) -> str:
     """The same for harmony, after `<|start|>assistant`; one call, which its mark ends."""
 
     def header(text: str) -> str:
@@ -117,7 +130,8 @@ def of_harmony(tools: Mapping[str, Tool], special: Mapping[str, int], *, require
         for name, tool in tools.items()
     )
     said = f"({header('commentary')} TEXT {again})? call"
-    start = "call" if required else f"({said} | {header('final')} TEXT)"
+    text = "TEXT" if answer is None else _spaced(answer)
+    start = "call" if required else f"({said} | {header('final')} {text})"
     return "\n".join(
         (
             _HEAD,
@@ -126,6 +140,11 @@ def of_harmony(tools: Mapping[str, Tool], special: Mapping[str, int], *, require
             _LEXEMES[0],
         )
     )
+
+
+def _spaced(schema: Mapping[str, Any]) -> str:
+    """JSON that a schema allows, with the blanks of `json.dumps`."""
+    return "%json " + json.dumps({**schema, "x-guidance": _SPACED})
 
 
 def _json(tool: Tool) -> str:
@@ -147,6 +166,17 @@ _Mark = Callable[[str], str]
 def _object(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:
     head = f'{{"name": {json.dumps(tool.name)}, {json.dumps(frame.key)}: '
     return f"{mark(head)} {_json(tool)} {mark('}')}"
+
+
+def _whole_object(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:
+    """The same beside JSON that is no call: a text that begins both would be read as the longer."""
+    whole = {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, frame.key: dict(tool.parameters)},
+        "required": ["name", frame.key],
+        "additionalProperties": False,
+    }
+    return _value(tool, whole)
 
 
 def _named(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:

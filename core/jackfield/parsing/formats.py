@@ -106,13 +106,15 @@ class Format:
         *,
         parallel: bool = True,
         starts_in_reasoning: bool = False,
+        answer: Mapping[str, Any] | None = None,
         model: str = "this model",
     ) -> dict[str, Any]:
         """What an engine must be asked for, so that the parser finds what is asked for here.
 
         `tools` for the chat template, which is told of none where none may be called;
         `skip_special_tokens`, where marks are special tokens; `grammar`, where a call is required,
-        or a tool is `strict`. Raises SettingsError, and PromptError where the form is not known.
+        or a tool is `strict`, or a text without calls is JSON that the schema `answer` allows.
+        Raises SettingsError, and PromptError where the form is not known.
         """
         read = read_tools(tools)
         callable_, required = chosen(read, tool_choice)
@@ -127,10 +129,12 @@ class Format:
                 f"known are those of {', '.join(KNOWN)}; drop tools"
             )
         found["tools"] = list(tools or ())
-        strict = any(tool.strict for tool in callable_.values())
-        if self._frame is None and (required or strict):
-            found["grammar"] = confining.of_harmony(callable_, self.special, required=required)
-        elif self._frame is not None and (required or strict):
+        held = required or answer is not None or any(tool.strict for tool in callable_.values())
+        if self._frame is None and held:
+            found["grammar"] = confining.of_harmony(
+                callable_, self.special, required=required, answer=answer
+            )
+        elif self._frame is not None and held:
             found["grammar"] = confining.of_frame(
                 self._frame,
                 self.thought,
@@ -139,6 +143,7 @@ class Format:
                 required=required,
                 parallel=parallel,
                 thinks=starts_in_reasoning,
+                answer=answer,
             )
         return found
 

@@ -15,6 +15,7 @@ from jackfield.requests.habits import (
     VALUES,
     Habit,
 )
+from jackfield.requests.instead import is_neutral, of_loading, of_request
 from jackfield.requests.other_engines import ALIKE, LOADING, REQUESTS, our_name
 from jackfield.spelling import AUTO, PREFIX, Selection, nearest
 
@@ -39,7 +40,7 @@ def in_our_words(given: Mapping[str, Any], known: Collection[str], call: str) ->
     typed: dict[str, str] = {}  # what was written for each of `found`
     for name, value in given.items():
         if value is None:
-            _check_known(name, known, call)
+            _check_known(name, known, call, value)
         elif name in known:
             _put(found, typed, name, value, f"{name}={_shown(name, value)}")
         elif (habit := KEYWORDS.get(name)) is not None:
@@ -47,7 +48,9 @@ def in_our_words(given: Mapping[str, Any], known: Collection[str], call: str) ->
                 ours, taken = _taken(name, value, habit, known, call)
                 _put(found, typed, ours, taken, f"{name}={_shown(name, value)}")
         elif name not in DECODINGS and name not in DECODING_OPTIONS:
-            _check_known(name, known, call)
+            if is_neutral(name, value):
+                continue
+            _check_known(name, known, call, value)
             _refuse_setting(name, value, call)
     return _with_decoding(found, given)
 
@@ -98,21 +101,21 @@ def _put(found: dict[str, Any], typed: dict[str, str], ours: str, value: Any, sa
         raise UsageError(f"{wrote} and {said} say two things of one argument, {ours}; give one")
 
 
-def _check_known(name: str, known: Collection[str], call: str) -> None:
+def _check_known(name: str, known: Collection[str], call: str, value: Any) -> None:
     """Raise UsageError for a name that is neither ours nor transformers'."""
     if name in known or name in KEYWORDS or name in DECODINGS or name in DECODING_OPTIONS:
         return
     from jackfield.requests.vocabulary import ARGUMENTS, OWN
 
     if name in LOADING:
-        raise UsageError(f"{call} takes no {name}: {LOADING[name]}")
+        raise UsageError(f"{call} takes no {name}: {of_loading(name, value)}")
     if name in REQUESTS:
-        raise UsageError(f"{call} takes no {name}, which is of a call: {REQUESTS[name]}")
+        raise UsageError(f"{call} takes no {name}, which is of a call: {of_request(name, value)}")
     settings = OWN | _settings()
     if name not in settings | ARGUMENTS.keys():
-        of_loading = [*known, *KEYWORDS, *DECODINGS]
-        close = nearest(name, [*of_loading, *settings], ALIKE)
-        own = nearest(name, of_loading, ALIKE)
+        of_load = [*known, *KEYWORDS, *DECODINGS]
+        close = nearest(name, [*of_load, *settings], ALIKE)
+        own = nearest(name, of_load, ALIKE)
         near = close if close == own else nearest(name, settings, ALIKE)
         if near and near != own:
             near += " That is for engine.generate"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import PlanError, SelectionError, SettingsError, quoted
 from jackfield.guarded import fault
@@ -221,3 +221,24 @@ def elsewhere(registry: Registry, decodings: Mapping[str, Choice], setting: str)
             }
             return f": jackfield.load(decoding={offers}) offers one"
     return " (none that is installed)"
+
+
+def unmet_of_model(
+    registry: Registry, decodings: Mapping[str, Choice], own: Wishes
+) -> tuple[str, Any, str, str | None] | None:
+    """What a model's `own` config asks for that no request without settings gets: the setting, its
+    value, the decoding that such a request has, and one that is not offered and would honour it.
+
+    None: such a request gets all.
+    """
+    from jackfield.requests.honouring import unmet
+
+    picked = pick(decodings, own)
+    for setting, value in unmet(own, settings_of(decodings[picked])):
+        honouring = (
+            registered.name
+            for registered in registry.of_kind("decoding")
+            if setting in registered.backend.capabilities.settings  # type: ignore[attr-defined]
+        )
+        return setting, value, picked, next(honouring, None)
+    return None

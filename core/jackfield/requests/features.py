@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,36 @@ _MASK = "attention_mask"
 _BEGINNING = "decoder_input_ids"
 #: What a processor returns beside them: what its own `decode` reads is nothing to the model.
 _BESIDE = (_MASK, _BEGINNING, "audio_chunk_index")
+
+
+#: Names that begin what a processor returns of an image or a video beside token ids.
+_OF_IMAGES = (
+    "aspect_ratio_", "cross_attention_mask", "image_attention_", "image_bound", "image_grid_",
+    "image_num_", "image_patches", "image_position_", "image_sizes", "images", "mm_token_type_ids",
+    "num_crops", "patch_attention_mask", "pixel_", "second_per_grid_ts", "spatial_shapes",
+    "video_grid_",
+)  # fmt: skip
+_OF_SOUNDS = ("audio_", "feature_attention_mask", "input_features", "input_values")
+
+#: How a prompt with images is written.
+A_CHAT_WITH_IMAGES = (
+    "[{'role': 'user', 'content': [{'type': 'image', 'image': …}, {'type': 'text', 'text': '…'}]}]"
+)
+
+
+def check_text_alone(names: Iterable[str]) -> None:
+    """Raise PromptError where one of `names` is of an image or a sound beside a text."""
+    known = sorted(names)
+    if of_images := [name for name in known if name.startswith(_OF_IMAGES)]:
+        raise PromptError(
+            f"{of_images[0]} stands beside a text, and images are given in a chat: "
+            f"{A_CHAT_WITH_IMAGES}"
+        )
+    if of_sounds := [name for name in known if name.startswith(_OF_SOUNDS)]:
+        raise PromptError(
+            f"{of_sounds[0]} stands beside a text, and a sound is a prompt by itself, of a "
+            "model whose encoder reads sounds: {'audio': samples, 'sampling_rate': 16000}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +79,12 @@ def features_in(
     """
     if "input_ids" in settings or (isinstance(prompts, Mapping) and "input_ids" in prompts):
         return None  # a text, whatever its processor returned beside it
-    named = {name: settings.pop(name) for name in DIMENSIONS if name in settings}
+    asked = [name for name in DIMENSIONS if settings.get(name) is not None]
+    named = {name: settings.pop(name) for name in asked}
     if named:
         if prompts is not None:
+            if reads is None:
+                check_text_alone(named)
             raise PromptError(f"there is a prompt and {min(named)} beside it; give one of the two")
         prompts = named
     elif reads is not None and _is_array(prompts):

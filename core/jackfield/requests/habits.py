@@ -156,6 +156,7 @@ KEYWORDS: Mapping[str, Habit] = {
         f"{_PROMPT}: engine.generate(…, skip_special_tokens=False)", inert=(True,)
     ),
     **{name: Habit(answer) for name, answer in TOKENIZER_WORDS.items()},
+    "verbose": Habit("what happens is in the log of the name jackfield; drop it", inert=(False,)),
     "tokenizer_encode_kwargs": Habit("give token ids, made by the tokenizer as you like"),
     "tools": Habit(f"{_PROMPT}: engine.generate(…, tools=[…])"),
     "documents": Habit(f"{_PROMPT}: engine.generate(…, documents=[…])"),
@@ -292,6 +293,7 @@ FLAG_OF: Mapping[str, str] = {
     "attn_implementation": "--attention",
     "cache_implementation": "--cache",
     "device_map": "--device",
+    "image_hosts": "--image-host",
     "kernels": "--kernel",
     "tp_plan": "--tp",
     "tp_size": "--tp",

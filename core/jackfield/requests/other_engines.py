@@ -25,9 +25,10 @@ _LOADING: Mapping[str, str] = {
     _CONTEXT: "max_model_len ctx_size context_length n_ctx num_ctx max_context_length context_size "
     "max_seq_len max_seq_length max_total_tokens max_input_length max_input_tokens",
     "write cache_implementation='paged?memory=0.9', a share of what is free": "gpu_memory_"
-    "utilization mem_fraction_static cuda_memory_fraction kv_cache_free_gpu_memory_fraction",
+    "utilization cache_max_entry_count mem_fraction_static cuda_memory_fraction "
+    "kv_cache_free_gpu_memory_fraction",
     "write cache_implementation='paged?num_tokens=8192'": "max_batch_total_tokens "
-    "num_gpu_blocks_override cache_max_entry_count",
+    "num_gpu_blocks_override",
     "write cache_implementation='paged?page_size=16'": "block_size page_size cache_block_seq_len",
     "write cache_implementation='paged?prefix_sharing=no' to turn it off": "enable_prefix_caching "
     "disable_radix_cache cache_prompt enable_radix_cache",
@@ -41,7 +42,7 @@ _LOADING: Mapping[str, str] = {
     "write quantization='int8-cpu', or another name": "quantize quant quant_method",
     "write compile='inductor', or another name": "compilation_config cuda_graphs "
     "enable_torch_compile torch_compile use_cuda_graph",
-    "write compile='none', which is so anyway": "enforce_eager disable_cuda_graph",
+    "write compile='none'": "enforce_eager disable_cuda_graph",
     "write decoding='assisted' and assistant_model='demo-draft', with a model of yours": "draft_"
     "model speculative_config speculative_model model_draft speculative_algorithm "
     "speculative_draft_model_path",
@@ -64,7 +65,11 @@ _LOADING: Mapping[str, str] = {
     "set HF_HUB_CACHE=FOLDER in the environment": "download_dir weights_cache_override",
     "give a tokenizer with it: tokenizer=…": "chat_format tokenizer_mode",
     _CONFIG: "rope_freq_base rope_freq_scale rope_scaling rope_theta hf_overrides override_kv",
-    _ALWAYS: "enable_chunked_prefill use_mmap use_v2_block_manager fast_inference embedding_only",
+    _ALWAYS: "enable_chunked_prefill use_mmap use_v2_block_manager fast_inference",
+    "texts are made here, and nothing else": "runner embedding_only",
+    "images of a chat are read up to what the context holds; drop it": "limit_mm_per_prompt "
+    "mm_processor_kwargs",
+    "an adapter may have any rank; drop it": "max_lora_rank",
     _NONE: "use_mlock served_model_name disable_log_stats disable_log_requests load_format "
     "max_seq_len_to_capture guided_decoding_backend logits_all quantization_param_path",
 }
@@ -103,7 +108,7 @@ _REQUESTS: Mapping[str, str] = {
     "a Completion has a report, tokens and figures anyway; drop it": "details",
     "the context is the model's; drop it": "num_ctx n_ctx",
     "beginnings of prompts are found in the cache; cache_salt parts them": "cache_prompt",
-    "no bar is shown; drop it": "use_tqdm",
+    "write progress=True": "use_tqdm",
     "a logits_processor of your own can do it": "mirostat mirostat_mode mirostat_tau mirostat_eta "
     "tfs_z tfs dynatemp_range dynatemp_exponent xtc_probability xtc_threshold dry_multiplier "
     "dry_base dry_allowed_length dry_penalty_last_n top_n_sigma top_a min_keep penalize_nl "

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from jackfield.errors import JackfieldError, PromptError, first_line
-from jackfield.requests.features import features_in
+from jackfield.requests.features import check_text_alone, features_in
 from jackfield.requests.habits import PROMPTS
 
 #: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}). What a
@@ -18,6 +18,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 BYTES = bytes | bytearray | memoryview
 _IDS = "input_ids"
 _MASK = "attention_mask"
+#: Which of several texts, or of a text and its images, each token is of: all of the first, or not.
+_KINDS = ("token_type_ids", "mm_token_type_ids")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,7 +64,9 @@ def taken(prompts: Any, settings: dict[str, Any], reads: str | None = None) -> A
             prompts = named
     if (features := features_in(prompts, settings, reads)) is not None:
         return features
-    given = {k: settings.pop(k) for k in (_IDS, _MASK, "token_type_ids") if k in settings}
+    given = {k: settings.pop(k) for k in (_IDS, _MASK, *_KINDS) if k in settings}
+    if _IDS in given:
+        check_text_alone(name for name, value in settings.items() if value is not None)
     if isinstance(prompts, Mapping):
         if _IDS not in prompts:
             raise PromptError(
@@ -73,16 +77,30 @@ def taken(prompts: Any, settings: dict[str, Any], reads: str | None = None) -> A
     ids = given.pop(_IDS, None)
     if prompts is not None and ids is not None:
         raise PromptError("there is a prompt and input_ids beside it; give one of the two")
-    kinds = given.pop("token_type_ids", None)
-    if kinds is not None and not _zeros(listed(kinds)):
-        raise PromptError("nothing here reads token_type_ids; drop them")
+    kinds = {name: given.pop(name) for name in _KINDS if name in given}
     mask = given.pop(_MASK, None)
+    given = {name: value for name, value in given.items() if value is not None}
+    told = {name: value for name, value in kinds.items() if value is not None}
+    unread = [name for name, value in told.items() if not _zeros(listed(value))]
+    check_text_alone([*given, *unread])
+    if unread:
+        raise PromptError(f"nothing here reads {unread[0]}; drop them")
     if given:
         raise PromptError(f"nothing here reads {', '.join(map(repr, given))} of a prompt; drop it")
     prompts = listed(prompts if ids is None else ids)
+    if mask is not None and _is_text(prompts):
+        raise PromptError(
+            "attention_mask stands beside token ids, and a text has no padding; drop it"
+        )
     if mask is not None and prompts is None:
         raise PromptError("there is an attention_mask and no prompt; it stands beside input_ids")
     return prompts if mask is None else _cut(prompts, listed(mask))
+
+
+def _is_text(prompts: Any) -> bool:
+    """Whether it is a text, or several, or a chat."""
+    first = prompts[0] if isinstance(prompts, Sequence) and prompts else None
+    return isinstance(prompts, str) or isinstance(first, str | Mapping)
 
 
 def listed(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from jackfield.errors import SettingsError, quoted
 from jackfield.requests.token_settings import whole_text
 
 #: The settings that say what a text must look like; a request has one of them.
+#: A rule of llama.cpp's grammars, which no line of Lark begins with.
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
 KINDS = ("choices", "grammar", "json_schema", "regex")
 
 _LONGEST = 200_000  # characters of a structure; of more, some take minutes or fail in mid-text
@@ -85,4 +89,9 @@ def _source(kind: str, value: Any) -> str:
         return "()"
     if not isinstance(value, str) or not value:
         raise SettingsError(f"{kind} must be a text, not {quoted(value)}")
+    if kind == "grammar" and _GBNF.search(value):
+        raise SettingsError(
+            "grammar is written in GBNF, and grammars are Lark's here: write start: … for "
+            "root ::= …"
+        )
     return whole_text(kind, value)

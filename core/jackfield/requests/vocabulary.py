@@ -113,6 +113,14 @@ CODE: Mapping[str, str] = {
     "use_cache": "what jackfield.load makes always caches",
 }
 
+#: What a call returns beside its text: of a model's own config nobody asked for it.
+RETURNED = frozenset(
+    {
+        "output_attentions", "output_hidden_states", "output_logits", "output_scores",
+        "return_dict_in_generate",
+    }
+)  # fmt: skip
+
 _ASSISTED = "jackfield.load(decoding='assisted', assistant_model=…) guesses with a small model"
 _LOOKBEHIND = "with another tokenizer, guesses go by the whole text"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import string
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from jackfield.requests.vocabulary import (
     DRAFTING,
     FACTS,
     FILLED_IN,
+    RETURNED,
     START,
     asks_for_nothing,
 )
@@ -93,6 +94,21 @@ def wishes(asked: Mapping[str, Any], defaults: GenerationConfig) -> Wishes:
     return Wishes(keywords, config, frozenset(asked) | frozenset(fields))
 
 
+def refuse_unnamed(given: Sequence[Any]) -> None:
+    """Raise SettingsError for what stands behind the prompts without a name."""
+    if not given:
+        return
+    first = given[0]
+    if isinstance(first, GenerationConfig):
+        raise SettingsError(
+            "a second argument has a name: write engine.generate(prompt, generation_config=…)"
+        )
+    raise SettingsError(
+        f"a second argument has a name, and {quoted(first)} has none; several prompts are one "
+        "list: engine.generate([…, …], max_new_tokens=20)"
+    )
+
+
 def mapping(own: Any) -> Mapping[str, Any]:
     """The settings of one prompt, as its caller gave them. Raises SettingsError."""
     if not isinstance(own, Mapping):
@@ -133,8 +149,8 @@ def _is_a_fact(name: str, value: Any, defaults: GenerationConfig) -> bool:
 
 def _of_a_file(config: GenerationConfig) -> dict[str, Any]:
     """What a model's own config says, whose files may hold anything and never choose code."""
-    fields = {k: v for k, v in _fields(config).items() if k in VOCABULARY and k not in CODE}
-    return _renamed(fields)
+    unread = CODE.keys() | RETURNED
+    return _renamed({k: v for k, v in _fields(config).items() if k in VOCABULARY - unread})
 
 
 def _is_second(name: str, config: Mapping[str, Any]) -> bool:
@@ -151,5 +167,11 @@ def notice_selectors(config: GenerationConfig | None, honoured: Set[str], whose:
         if name in said and name not in honoured and not asks_for_nothing(name, said[name]):
             logger.warning(
                 "ignored %s=%s in the generation_config of %s: data never selects code",
+                name, quoted(said[name]), whose,
+            )  # fmt: skip
+    for name in sorted(RETURNED & said.keys()):
+        if not asks_for_nothing(name, said[name]):
+            logger.warning(
+                "ignored %s=%s in the generation_config of %s: a call asks for what it returns",
                 name, quoted(said[name]), whose,
             )  # fmt: skip

@@ -75,14 +75,16 @@ class Choosing:
         numbers = None if sampled is None else random_numbers(rows.pick(sampled.asked), block)
         return cls(sampled, numbers)
 
-    def shaped(self, scores: torch.Tensor) -> torch.Tensor:
+    def shaped(self, scores: torch.Tensor, *, told: bool = False) -> torch.Tensor:
         """What the token of each row is chosen by, a new tensor of processed `scores`, both
-        `[rows, vocab]`.
+        `[rows, vocab]`; `told`: as it goes to the caller (`Warpers.told`).
         """
         scores = scores.clone() if self.mask is None else self.mask(scores.clone())
         if self.sampled is None:
             return scores
-        return self.sampled.put(scores, self.sampled.warpers(self.sampled.pick(scores)))
+        warpers = self.sampled.warpers
+        shape = warpers.told if told else warpers
+        return self.sampled.put(scores, shape(self.sampled.pick(scores)))
 
     def among(self, shaped: torch.Tensor) -> torch.Tensor:
         """Tokens, int64 `[rows]`, by scores that `shaped` returned, `[rows, vocab]`."""

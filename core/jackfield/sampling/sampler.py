@@ -117,7 +117,7 @@ class Sampler:
         told = Told.of(pipeline, logits) if pipeline.settled.told else None
         scores, outcome = pipeline.processed(logits)
         if told is not None:
-            told = told.chosen_by(outcome.shown(pipeline.choosing.shaped(scores)))
+            told = told.chosen_by(outcome.shown(pipeline.choosing.shaped(scores, told=True)))
         tokens, best = pipeline.choosing(scores)
         outcome.put(tokens, best)
         columns = [tokens, best]

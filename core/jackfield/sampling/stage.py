@@ -44,11 +44,15 @@ class Stage:
         """Whether a call changes the scores that it is handed: where only some rows ask."""
         return self.rows is not None
 
+    def pick(self, scores: torch.Tensor) -> torch.Tensor:
+        """Those of the rows that ask."""
+        return scores if self.rows is None else scores.index_select(0, self.rows)
+
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores after this stage, `[rows, vocab]` of all rows."""
         if self.rows is None:
             return self.act(scores, *self.values)
-        changed = self.act(scores.index_select(0, self.rows), *self.values)
+        changed = self.act(self.pick(scores), *self.values)
         return scores.index_copy_(0, self.rows, changed)
 
 

@@ -9,7 +9,7 @@ epsilon and eta sampling (Hewitt, Manning and Liang 2022, arXiv:2210.15191).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
@@ -44,6 +44,17 @@ class Warpers:
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
         """All of them, in this order. `scores` `[rows, vocab]` may be changed."""
         return self.narrowed(scores if self.temperature is None else self.temperature(scores))
+
+    def told(self, scores: torch.Tensor) -> torch.Tensor:
+        """The same of `scores` `[rows, vocab]`, as transformers returns it: the scores divided by
+        the temperature, where those that are drawn from are below the best, which is 0.
+        """
+        if (heat := self.temperature) is None:
+            return self.narrowed(scores)
+        best = scores.max(-1, keepdim=True).values
+        own, most = heat.pick(best) / heat.values[0], torch.finfo(best.dtype).max
+        lift = replace(heat, act=torch.add, values=(own.clamp(-most, most),))
+        return lift(self(scores))
 
     def narrowed(self, scores: torch.Tensor) -> torch.Tensor:
         """All but temperature. `scores` `[rows, vocab]` may be changed."""

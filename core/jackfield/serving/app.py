@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 import jackfield.api
 from jackfield.serving.answering import Answering, Exchange
 from jackfield.serving.asking import Asking
+from jackfield.serving.elsewhere import elsewhere_here
 from jackfield.serving.errors import ApiError, of_validation, refused
 from jackfield.serving.events import Events, unless_gone
 from jackfield.serving.guards import Guard
@@ -96,11 +97,14 @@ def of_sites(settings: ServerSettings) -> dict[str, Any]:
 
 
 def _add_health(app: FastAPI, pool: Pool, metrics: Metrics) -> None:
+    @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live")
     async def live() -> dict[str, str]:
         """The server answers."""
         return {"status": "alive"}
 
+    @app.head("/health", include_in_schema=False)
+    @app.head("/health/ready", include_in_schema=False)
     @app.get("/health")
     @app.get("/health/ready")
     async def ready() -> Response:
@@ -123,6 +127,7 @@ def _add_models(app: FastAPI, pool: Pool) -> None:
             "owned_by": "jackfield", "state": served.state,
         }  # fmt: skip
 
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The models that may be asked for."""
@@ -250,6 +255,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def elsewhere(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
+        if (instead := elsewhere_here(request.method, request.url.path)) is not None:
+            return answer(
+                ApiError(404, f"there is nothing at {where}; {instead}", code="not_found")
+            )
         if error.status_code == 405:
             return answer(ApiError(405, f"{where}: this path is not for {request.method}"))
         if error.status_code == 404:

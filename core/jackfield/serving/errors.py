@@ -50,6 +50,10 @@ _CONFINING = (
 )  # fmt: skip
 
 
+#: Kinds of mistakes -> the field of what they are told of that they are about.
+_FIELD_OF = {"image_form": ".image_url", "kind_of_part": ".type"}
+
+
 class ApiError(Exception):
     """An answer that is an error: its HTTP status, what is wrong, and the field that it is about.
 
@@ -182,6 +186,7 @@ def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     path, first = max((f for f in found if f[0][:2] == found[0][0][:2]), key=lambda f: len(f[0]))
     # what stands between are names of alternatives, which a client has not written
     param = ".".join(part for part in path if not re.search(r"[\[\](-]|^function-", part))
+    param += _FIELD_OF.get(str(first.get("type")), "")
     kind, what = first.get("type"), str(first.get("msg", "is wrong"))
     if kind == "json_invalid":
         return refused(f"the body is not JSON: {shown(what)}", None)

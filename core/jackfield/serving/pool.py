@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError, QueueFullError, UsageError, error_text, quoted
 from jackfield.serving.errors import ApiError
+from jackfield.serving.own_settings import check_own_settings
 from jackfield.serving.settings import ModelSettings, ServerSettings
 from jackfield.serving.turns import defaults
 
@@ -53,6 +54,12 @@ class Served:
         self._causes: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
         # Threads of its own: a load or a close that hangs must not keep prompts from being read.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="jackfield-load")
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The names of those that it was told to load with."""
+        named = self._arguments.get("adapters")
+        return named.keys() if isinstance(named, Mapping) else ()
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[Engine]:
@@ -118,7 +125,13 @@ class Served:
         engine = self._load(self.source, **self._arguments)
         if self._closed:  # while it was loaded
             engine.close()
-        elif getattr(engine.tokenizer, "chat_template", None):
+            return engine
+        try:
+            check_own_settings(engine, self.name)
+        except UsageError:
+            engine.close()
+            raise
+        if getattr(engine.tokenizer, "chat_template", None):
             form = engine.chat_format  # renders the template, which no request is to wait for
             read = [defaults(self._settings, form, tools=tools)[1] for tools in (False, True)]
             if ignored := [name for name in read[0] if name in read[1]]:
@@ -217,9 +230,13 @@ class Pool:
         """
         by_source = (s for s in self.models.values() if s.source == name)
         if (served := self.models.get(name) or next(by_source, None)) is None:
+            named = f"there are {', '.join(self.models)}"
+            with_it = (one for one, s in self.models.items() if name in s.adapters)
+            if (model := next(with_it, None)) is not None:
+                named = f"it is an adapter: write model {model!r} and adapter {name!r}"
             raise ApiError(
                 404,
-                f"there is no model {quoted(name)} here; there are {', '.join(self.models)}",
+                f"there is no model {quoted(name)} here; {named}",
                 param="model",
                 code="model_not_found",
             )

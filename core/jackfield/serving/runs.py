@@ -48,7 +48,7 @@ class Run:
     ) -> None:
         self._served, self._counted = served, metrics.tokens_of(served.name)
         self._last: dict[int, float] = {}  # when something came of each text
-        self._names, self._prompt = body.NAMES, prompt
+        self._names, self._prompt = body.names, prompt
         self._given = body.model_fields_set
         self._said, self._texts = said, settings.log_texts
         self._interval = settings.stream_interval

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from jackfield.engine.completions import Delta
 from jackfield.engine.engine import Engine
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, quoted
 from jackfield.parsing.calling import Calling
 from jackfield.parsing.formats import Format
 from jackfield.parsing.parts import (
@@ -21,8 +23,10 @@ from jackfield.parsing.parts import (
 )
 from jackfield.serving.asking import Asking
 from jackfield.serving.errors import as_api_error, refused
-from jackfield.serving.schema.chat import ChatRequest
+from jackfield.serving.schema.chat import ChatRequest, Message
 from jackfield.serving.settings import ServerSettings
+
+logger = logging.getLogger("jackfield.serving")
 
 _SWITCHES = ("enable_thinking", "thinking")  # the first is how most templates call it
 _EFFORT = "reasoning_effort"
@@ -86,11 +90,13 @@ class Turn:
 
     def __init__(self, body: ChatRequest, asking: Asking, engine: Engine) -> None:
         tokenizer: Any = engine.tokenizer
+        _check_results(body.messages)
         messages: list[Any] = [message.plain() for message in body.messages]
         asked = {**body.asked(), **asking.length(body.most, engine)}
         self._format: Format | None = None
         self._how: dict[str, Any] = {}
         self._opened = False
+        self._answer: dict[str, Any] | None = None
         self._id = asking.id
         if getattr(tokenizer, "chat_template", None):
             form = engine.chat_format
@@ -123,6 +129,8 @@ class Turn:
         if body.continue_final_message and isinstance(last.content, str):
             continued = last.content
         after_tool = last.role == "tool"
+        if tools and choice == "auto":  # an answer that is so, or calls
+            self._answer = asked.pop("json_schema", None)
         held = (
             None if _structure_in(asked) is None else asked.get("regex", asked.get("grammar", ""))
         )
@@ -135,13 +143,14 @@ class Turn:
         if self._format is None:
             return messages
         needed = self._format.settings(
-            **self._how, starts_in_reasoning=self._opened, model=body.model
+            **self._how,
+            starts_in_reasoning=self._opened,
+            answer=self._answer,
+            model=body.model,
         )
         if "grammar" in needed and (other := _structure_in(asked)) is not None:
-            raise refused(
-                f"a call that is required has a structure of its own; drop {other}",
-                ChatRequest.NAMES.get(other, other),
-            )
+            field = ChatRequest.NAMES.get(other, other)
+            raise refused(f"{field}: {_why_held(body)}, and a text has one structure", field)
         asked.update(needed)
         return self._format.messages(messages)
 
@@ -152,6 +161,31 @@ class Turn:
         parser = self._format.parser(**self._how, starts_in_reasoning=self._opened)
         parser.name = f"{self._id}/{number}"
         return Said(parser)
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Raise ApiError for the result of a call that no message before it makes."""
+    called: set[str] = set()
+    for at, message in enumerate(messages):
+        called.update(call.id for call in message.tool_calls or ())
+        if message.role != "tool" or message.tool_call_id in called:
+            continue
+        field = f"messages.{at}.tool_call_id"
+        if message.tool_call_id is None:
+            raise refused(f"{field}: a result names its call; write the id of the call", field)
+        raise refused(
+            f"{field}: no call before it has the id {quoted(message.tool_call_id)}; send the "
+            "assistant's message with its tool_calls too",
+            field,
+        )
+
+
+def _why_held(body: ChatRequest) -> str:
+    """What has calls keep to a structure of their own, and how it has none."""
+    if body.choice != "auto":
+        return "tool_choice requires a call, which has its own; drop one of them"
+    strict = next(tool.function.name for tool in body.offered if tool.function.strict)
+    return f"calls of {strict!r}, which is strict, have their own; write strict: false there"
 
 
 def _structure_in(asked: dict[str, Any]) -> str | None:
@@ -170,6 +204,8 @@ def template_kwargs(body: ChatRequest, asking: Asking, form: Format) -> dict[str
             found[_EFFORT] = effort
         elif (switch := _switch(form, tools=tools)) is not None:
             found[switch] = effort != "none"
+            if effort != "none":
+                _say_once(body.model)
         else:
             raise refused(
                 f"reasoning_effort={effort!r}: the chat template of {body.model} knows no effort "
@@ -177,6 +213,14 @@ def template_kwargs(body: ChatRequest, asking: Asking, form: Format) -> dict[str
                 "reasoning_effort",
             )
     return found | (body.chat_template_kwargs or {})
+
+
+@functools.cache
+def _say_once(model: str) -> None:
+    logger.warning(
+        "%s: its chat template knows no effort of reasoning, only on and off; every "
+        "reasoning_effort but 'none' is the same there", model,
+    )  # fmt: skip
 
 
 def defaults(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from jackfield.serving.errors import refused
 from jackfield.serving.schema.common import (
@@ -34,20 +35,44 @@ class ImageUrl(Body):
     detail: Literal["auto"] | None = None
 
 
+_AN_IMAGE = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}'
+
+
 class ImagePart(Body):
     type: Literal["image_url"]
     image_url: ImageUrl
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_a_url(cls, data: Any) -> Any:
+        """An image in bytes is a data URL, whatever its field is called."""
+        given = data.get("image_url") if isinstance(data, dict) else None
+        if isinstance(data, dict) and not (isinstance(given, ImageUrl) or _has_url(given)):
+            raise PydanticCustomError("image_form", f"an image is a data URL: {_AN_IMAGE}")
+        return data
 
-def _kind_of_part(value: Any) -> str:
-    """The tag of a part; what is of no kind that is known is told so as a text."""
+
+def _has_url(given: Any) -> bool:
+    return isinstance(given, Mapping) and "url" in given and "base64" not in given
+
+
+_PARTS = {"text": "(part)", "image_url": "(image)"}
+
+
+def _kind_of_part(value: Any) -> str | None:
+    """The tag of a part."""
     kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return "(image)" if kind == "image_url" else "(part)"
+    return _PARTS.get(kind) if isinstance(kind, str) else None
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("(part)")] | Annotated[ImagePart, Tag("(image)")],
-    Discriminator(_kind_of_part),
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="kind_of_part",
+        custom_error_message="a part is of type text, or of type image_url where the model reads "
+        f"images: {_AN_IMAGE}",
+    ),
 ]
 Content = Annotated[
     Annotated[Text, Tag("(text)")]

@@ -15,9 +15,10 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from jackfield.serving.errors import refused
-from jackfield.serving.schema.theirs import instead_of_field
+from jackfield.serving.schema.theirs import asks_for_nothing, instead_of_field
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -78,6 +79,17 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_schema(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("schema") is not None:
+            raise PydanticCustomError(
+                "schema_beside",
+                "a schema stands in json_schema; write type json_schema, and json_schema with "
+                "name and schema",
+            )
+        return data
+
 
 class PlainMessage(Body):
     """A message that is a text."""
@@ -121,12 +133,19 @@ class Sampling(Body):
     @model_validator(mode="before")
     @classmethod
     def _answer_others(cls, data: Any) -> Any:
-        """Raise ApiError for a field of another server that has another name, or none, here."""
+        """Raise ApiError for a field of another server that has another name, or none, here.
+
+        One that asks for what is so anyway is taken, and is nothing.
+        """
+        if not isinstance(data, dict):
+            return data
         fields = cls.model_fields
-        for name, value in data.items() if isinstance(data, dict) else ():
+        inert = [name for name in data if asks_for_nothing(name, data[name], fields)]
+        data = {name: value for name, value in data.items() if name not in inert}
+        for name, value in data.items():
             if name in fields or value is None:
                 continue
-            if answer := instead_of_field(name, cls.NAMES, fields):
+            if answer := instead_of_field(name, cls.NAMES, fields, value):
                 raise refused(f"nothing here reads the field {name!r}; {answer}", name)
         return data
 
@@ -135,6 +154,17 @@ class Sampling(Body):
         "temperature": "temperature", "top_p": "top_p",
         **{name: name for name in OWN},
     }  # fmt: skip
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """`NAMES`, where a grammar that this body does not write is made of what it does: of the
+        schema of an answer beside tools, or of the tools.
+        """
+        if self.grammar is not None:
+            return self.NAMES
+        schema = self.NAMES.get("json_schema", "tools")
+        of_answer = schema.partition(".")[0] in self.model_fields_set
+        return {**self.NAMES, "grammar": schema if of_answer else "tools"}
 
     def asked(self) -> dict[str, Any]:
         """What the engine is asked for."""
@@ -160,9 +190,14 @@ class Penalized(Sampling):
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
     seed: Seed | None = None
     stop: (
-        Annotated[str, Field(min_length=1, max_length=1024)]
-        | Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)
+        Annotated[
+            Annotated[str, Field(min_length=1, max_length=1024), Tag("(text)")]
+            | Annotated[
+                list[Annotated[str, Field(min_length=1, max_length=1024)]],
+                Field(max_length=16),
+                Tag("(list)"),
+            ],
+            Discriminator(text_or_list),
         ]
         | None
     ) = None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from typing import Any
+
+from jackfield.requests import neutral
 
 #: the engine's setting -> what others call the field that asks for it
 _SAME = {
     "max_new_tokens": "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict "
     "max_length",
-    "json_schema": "guided_json json_schema response_format structured_outputs",
+    "json_schema": "guided_json json_schema response_format structured_outputs guided_decoding",
     "regex": "guided_regex",
     "choices": "guided_choice",
     "grammar": "guided_grammar ebnf",
@@ -23,7 +26,6 @@ _SAME = {
 }
 _NONE = "there is nothing like it here; drop it"
 _END = "a text goes on where logit_bias has the id of the EOS token at -100, up to its length"
-_DEFAULT = "drop it: it is always so"
 #: answer -> the fields that it answers
 _ANSWERS = {
     _END: "ignore_eos min_tokens min_new_tokens min_length",
@@ -32,7 +34,8 @@ _ANSWERS = {
     "dry_sequence_breakers top_n_sigma samplers top_a watermark length_penalty early_stopping "
     "diversity_penalty epsilon_cutoff eta_cutoff quadratic_sampling min_keep n_keep n_discard "
     "id_slot slot_id penalize_nl repeat_last_n no_repeat_ngram_size "
-    "vllm_xargs kv_transfer_params logits_processors return_hidden_states thinking_token_budget "
+    "detokenize vllm_xargs kv_transfer_params logits_processors return_hidden_states "
+    "thinking_token_budget "
     "return_token_ids return_tokens_as_token_ids include_stop_str_in_output no_stop_trim "
     "skip_special_tokens spaces_between_special_tokens add_special_tokens "
     "mm_processor_kwargs guided_decoding_backend guided_whitespace_pattern priority",
@@ -53,8 +56,12 @@ _ANSWERS = {
     "send it as the header X-Request-ID": "request_id rid",
     "the server has a deadline": "t_max_predict_ms timeout max_time",
     "prompts are always kept for the next, within one key; cache_salt parts them": "cache_prompt",
-    f"{_DEFAULT} (reasoning_content)": "separate_reasoning include_reasoning reasoning_format "
-    "parse_tool_calls stream_reasoning",
+    "thoughts come apart, as reasoning_content: leave it unread": "include_reasoning",
+    "thoughts always come apart, as reasoning_content; put both together yourself": ""
+    "separate_reasoning reasoning_format",
+    "calls are always read out of the text, as tool_calls; give no tools to have none": ""
+    "parse_tool_calls",
+    "a stream has thoughts as they come": "stream_reasoning",
     "it is a field of /v1/completions; continue_final_message goes on with a text": "echo "
     "return_full_text",
     "it is a field of /v1/completions": "prompt inputs suffix",
@@ -65,11 +72,33 @@ _FIELDS = {name: answer for answer, names in _ANSWERS.items() for name in names.
 _SETTINGS = {name: setting for setting, names in _SAME.items() for name in names.split()}
 
 
-def instead_of_field(name: str, names: Mapping[str, str], fields: Container[str]) -> str | None:
+#: Where special tokens are added, and where a chat template writes them.
+_ADDING = {"prompt": True, "messages": False, "input": False}
+#: Of a field that says several structures: which field of ours each is.
+_WITHIN = {"regex": "regex", "choice": "choices", "grammar": "grammar"}
+
+
+def asks_for_nothing(name: str, value: Any, fields: Container[str]) -> bool:
+    """Whether a field of other servers, in a body of `fields`, has a value that is so anyway."""
+    if name == "add_special_tokens":
+        return any(value is adds for field, adds in _ADDING.items() if field in fields)
+    if name == "best_of" and name in fields:
+        return False
+    known = name in _FIELDS or name in _SETTINGS or name == "top_k"
+    return known and neutral.asks_for_nothing(neutral.REQUESTS, name, value)
+
+
+def instead_of_field(
+    name: str, names: Mapping[str, str], fields: Container[str], value: Any = None
+) -> str | None:
     """What a body of `fields` has in place of the field `name`; None: no idea.
 
     `names` maps the engine's settings to fields.
     """
+    if name in ("structured_outputs", "guided_decoding") and isinstance(value, Mapping):
+        for theirs, ours in _WITHIN.items():
+            if value.get(theirs) is not None and ours in fields:
+                return f"write {ours}"
     ours = names.get(_SETTINGS.get(name, ""), "")
     if ours.partition(".")[0] in fields and ours != "model":
         return f"write {ours}"

@@ -1,0 +1,109 @@
+"""What a flag of others is on our command line, where the answer for Python is of no use there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SO = "drop it: it is so anyway"
+_PROMPT = "the prompt is an argument, without a name"
+_TOKENIZER = "it is the tokenizer's: write it into the tokenizer_config.json of the model's folder"
+
+#: Keyword -> the answer. Where it has a "{set}", the flag is a setting of a text, `--set` has it.
+WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("inputs", "input_ids", "prompt", "prompts", "text_inputs"), _PROMPT),
+    **dict.fromkeys(
+        ("stream", "streamer"), "drop it: a text is shown as it grows"
+    ),
+    **dict.fromkeys(
+        ("attention_mask", "args_parser", "negative_prompt_attention_mask"),
+        "drop it: a prompt is one text here",
+    ),
+    **dict.fromkeys(
+        ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria"),
+        "it is code, which only Python can give",
+    ),
+    **dict.fromkeys(("beam_width", "use_beam_search"), "write --decoding beam"),
+    **dict.fromkeys(
+        ("extra_body", "options", "parameters", "params", "sampling_params"),
+        "write each of its fields as a flag of its own",
+    ),
+    **dict.fromkeys(
+        ("add_generation_prompt", "continue_final_message", "skip_special_tokens",
+         "enable_thinking"), "{set}true, or false",
+    ),
+    "documents": "{set}[…]",
+    "tools": "{set}[…]",
+    "stop_sequence": "write --stop TEXT",
+    "negative_prompt_ids": "write --set 'negative_prompt=\"…\"'",
+    "lora_request": "write --adapter FOLDER",
+    "output_loading_info": "`jackfield explain` says it",
+    "pretrained_model_name_or_path": "write --model MODEL, or where there is no such flag the "
+    "model as an argument",
+    "chat_template": "there is none: the tokenizer's own is used; write yours into the model's "
+    "folder, as chat_template.jinja",
+    "trust_remote_code": "there is none: code from a model's repository is never run",
+    "tokenizer": "there is none: the tokenizer in the model's folder is used",
+    "verbose": "write `jackfield --debug COMMAND`, or nothing",
+    "quiet": "write 2>/dev/null behind it: what is said about a text goes to standard error",
+    "truncate": "a prompt that is too long is an error; shorten it",
+    "override_generation_config": "write --set key=value for each of its settings",
+    "prompt_cache": "drop it: prompts are kept while a command runs, and in no file",
+}  # fmt: skip
+
+#: What begins with "no": the keyword without it -> the answer.
+NEGATED: Mapping[str, str] = {
+    "cb_use_cuda_graph": "write --compile none",
+    "compile": "write --compile none",
+    "enable_cors": "drop it: no other site may ask without --cors-origin",
+    "json": "drop it: a text is shown as text without --json",
+    "non_blocking": SO,
+    "stream": "write --json: the text is shown when it has ended",
+    "truncate": "drop it: a prompt that is too long is refused, never cut",
+}
+
+#: Short flags of llama.cpp, which all its commands have, by what they are called in full.
+SHORT: Mapping[str, str] = {
+    "-c": "n_ctx", "-ctk": "cache_type_k", "-ctv": "cache_type_v", "-fa": "flash_attn",
+    "-m": "model_id", "-n": "n_predict", "-ngl": "n_gpu_layers", "-p": "prompt",
+    "-s": "random_seed", "-t": "n_threads", "-b": "n_batch", "-ub": "n_ubatch",
+    "-q": "quiet", "-v": "verbose",
+}  # fmt: skip
+
+
+def for_a_command(answer: str) -> str:
+    """An answer of `KEYWORDS` as a command line has it."""
+    return _TOKENIZER if "jackfield.load(tokenizer=" in answer else answer
+
+
+#: Advice of an engine for Python -> the same for a command line.
+_ADVICE = (
+    (re.compile(r"lift it with (\w+)=None"), r"lift it with --set \1=null"),
+    (re.compile(r"jackfield\.load\(decoding=\{[^}]*'([\w-]+)': '[^']*'\}\)"), r"--decoding \1"),
+)
+
+
+def on_a_command_line(message: str) -> str:
+    """What an engine says, its advice being such that it can be typed there."""
+    for python, typed in _ADVICE:
+        message = python.sub(typed, message)
+    return message
+
+
+def value_beside(flag: str, arguments: Sequence[str]) -> Any:
+    """What stands behind a flag, as JSON reads it or as a text; True: nothing does."""
+    for at, word in enumerate(arguments):
+        written, mark, text = word.partition("=")
+        if written.replace("_", "-") != flag.replace("_", "-"):
+            continue
+        if not mark:
+            text = arguments[at + 1] if at + 1 < len(arguments) else "--"
+            if text.startswith("-") and not text[1:2].isdigit():
+                return True
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    return True

@@ -1,0 +1,108 @@
+"""What to write instead of a word of another engine, with the value that stands beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jackfield.requests import neutral
+from jackfield.requests.neutral import asks_for_nothing
+from jackfield.requests.other_engines import LOADING, REQUESTS
+
+_PREFIX = "write cache_implementation='paged?prefix_sharing=no' to turn it off"
+_EAGER = "write compile='none'"
+
+#: word -> whether it is asked for -> the answer, where that of the table is for another value.
+_OTHERWISE: Mapping[str, Mapping[bool, str]] = {
+    **{
+        n: {False: _PREFIX} for n in ("enable_prefix_caching", "enable_radix_cache", "cache_prompt")
+    },
+    **{
+        n: {False: _EAGER}
+        for n in ("cuda_graphs", "use_cuda_graph", "enable_torch_compile", "torch_compile")
+    },
+    "enable_chunked_prefill": {
+        False: "prompts are always fed beside other requests; prefill_chunk_size=N says in pieces "
+        "of what size, and max_batch_tokens=N how much a step has"
+    },
+    "use_mmap": {False: "weights are always mapped from their files; drop it"},
+    "embedding_only": {True: "texts are made here, and no embeddings; drop it"},
+}
+
+#: A word whose value may say several things: what is said -> what to write.
+_WITHIN: Mapping[str, Mapping[str, str]] = {
+    "structured_outputs": {
+        "regex": "regex", "choice": "choices", "json": "json_schema", "grammar": "grammar",
+    },
+    "response_format": {"json_schema": "json_schema", "schema": "json_schema"},
+}  # fmt: skip
+_GUESSING = {"ngram": "write decoding='prompt_lookup'", "mtp": "write decoding='mtp'"}
+
+#: An answer whose example is a number, a text, a list, or an object that the caller's may replace.
+_NUMBER = re.compile(
+    r"write (?:\w+=|\w+='\w+\?(?:memory|num_tokens|page_size|num_assistant_tokens)=)(\d[\d.]*)"
+)
+_PLAIN = re.compile(
+    r"write (?:stop|eos_token_id|regex|choices|json_schema)=('[^']*'|\[[^\]]*\]|\{[^}]*\})$"
+)
+#: Numbers that count something else there.
+_OTHER_UNITS = frozenset({"num_gpu_blocks_override", "gpu_layers", "num_gpu"})
+
+
+def is_neutral(name: object, value: Any) -> bool:
+    """Whether a word of another engine has a value that asks for what is so here anyway."""
+    if not isinstance(name, str):
+        return False
+    return (name in LOADING and asks_for_nothing(neutral.LOADING, name, value)) or (
+        name in REQUESTS and asks_for_nothing(neutral.REQUESTS, name, value)
+    )
+
+
+def of_loading(name: str, value: Any) -> str:
+    """What to write instead of a keyword of loading that is in `LOADING`."""
+    method = value.get("method") if isinstance(value, Mapping) else None
+    if name == "speculative_config" and method in _GUESSING:
+        return _GUESSING[method]
+    return _with_value(name, _chosen(LOADING, name, value), value)
+
+
+def of_request(name: str, value: Any) -> str:
+    """What to write instead of a setting of a call that is in `REQUESTS`."""
+    within = _WITHIN.get("structured_outputs" if name == "guided_decoding" else name, {})
+    if isinstance(value, Mapping):
+        for theirs, ours in within.items():
+            if (said := value.get(theirs)) is not None:
+                if theirs == "json_schema" and isinstance(said, Mapping):
+                    said = said.get("schema", said)
+                return f"write {ours}={_shown(said)}"
+    return _with_value(name, _chosen(REQUESTS, name, value), value)
+
+
+def _chosen(table: Mapping[str, str], name: str, value: Any) -> str:
+    found = _OTHERWISE.get(name, {})
+    return found.get(value, table[name]) if isinstance(value, bool) else table[name]
+
+
+def _with_value(name: str, answer: str, value: Any) -> str:
+    """The answer, its example being the caller's value where that is of its kind."""
+    if name in _OTHER_UNITS:
+        return answer
+    if type(value) in (int, float) and (found := _NUMBER.match(answer)) is not None:
+        whole = "." not in found[1]
+        if (type(value) is int or not whole) and value >= (0 if name in _FROM_ZERO else 1e-9):
+            return answer[: found.start(1)] + repr(value) + answer[found.end(1) :]
+    if (found := _PLAIN.match(answer)) is not None:
+        if found[1][0] == "[" and type(value) in (int, str) and name != "guided_choice":
+            value = [value]
+        if type(value) in _KINDS[found[1][0]] and value and len(repr(value)) < 60:
+            return answer[: found.start(1)] + repr(value) + answer[found.end(1) :]
+    return answer
+
+
+_FROM_ZERO = frozenset({"temp", "random_seed", "sampling_seed"})
+_KINDS: Mapping[str, tuple[type, ...]] = {"'": (str,), "[": (list,), "{": (dict,)}
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if len(repr(value)) < 60 else "…"
