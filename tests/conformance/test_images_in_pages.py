@@ -280,15 +280,18 @@ def test_a_token_of_images_that_is_said_is_a_token(looking: Any) -> None:
     """Also where it is fed beside an image of somebody else: Gemma 4 embeds another one for it."""
     model, processor, _ = looking
     token, one = model.config.image_token_id, chat("what is ", picture(0), picture(1))
-    ids = [*processor.tokenizer("one two")["input_ids"], token, token, 7, token]
+    text, says_it = chat("one two"), {**GREEDY, "sequence_bias": [[[token], 1000.0]]}
     own = [
-        model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist(),
+        generated(model, processor, text, **says_it),
         generated(model, processor, one, **GREEDY),
     ]
+    assert own[0] == [token] * len(own[0])
     how: dict[str, Any] = {"cache_implementation": SMALL}
     with jackfield.load(model, tokenizer=processor, **how) as engine:
-        assert new(engine.generate([ids, one], **GREEDY)) == own
-        assert new(engine.generate([one, ids], **GREEDY)) == own[::-1]
+        assert new(engine.generate([text, one], settings=[says_it, GREEDY])) == own
+        assert new(engine.generate([one, text], settings=[GREEDY, says_it])) == own[::-1]
+        with pytest.raises(PromptError, match="stands for an image, and images are given in"):
+            engine.generate([5, token, 7], **GREEDY)
 
 
 def test_drafts_are_verified_behind_them(gemma: Any) -> None:

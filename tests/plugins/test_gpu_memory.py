@@ -190,6 +190,7 @@ def context_of(plan: Any, device: str, memory_share: float = 1.0) -> Any:
         device=torch.device(device),
         step_bytes=plan.step_bytes(),
         memory_share=memory_share,
+        max_chunk_size=None,
         free=None,
     )
 

@@ -10,7 +10,14 @@ import triton
 from jackfield_plugins.devices import on
 from jackfield_plugins.kernel.rms_norm import Meaning
 from jackfield_plugins.kernel.triton_rms_norm.kernels import rms_norm_kernel
-from jackfield_plugins.launching import Run, aligned, as_arguments, launch, ready
+from jackfield_plugins.launching import (
+    Run,
+    aligned,
+    as_arguments,
+    is_compiled,
+    launch,
+    ready,
+)
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, meaning: Meaning) -> torch.Tensor:
@@ -21,7 +28,9 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, meaning: Meaning
     if not len(rows):
         return out.view(hidden_states.shape)
     run = compiled(rms_norm_kernel, rows.device, rows.dtype, weight.dtype, size, meaning)
-    rows, weight = aligned(rows), aligned(weight.contiguous())
+    weight = weight.contiguous()
+    if is_compiled(rms_norm_kernel):
+        rows, weight = aligned(rows), aligned(weight)
     given = as_arguments(rms_norm_kernel, rows, weight, out)
     launch(run, rows.device, (len(rows), 1, 1), *given, meaning.epsilon)
     return out.view(hidden_states.shape)
