@@ -16,7 +16,6 @@ from jackfield import cli
 from jackfield.cli.app import app
 from jackfield.cli.server_flags import FLAGS
 from jackfield.errors import PlanError
-from jackfield.requests import neutral
 from jackfield.serving.errors import ApiError
 from jackfield.serving.schema import theirs
 from jackfield.serving.schema.chat import ChatRequest
@@ -115,15 +114,30 @@ def test_what_has_another_name_is_named(server: Served) -> None:
     assert httpx.post(server.url + CHAT, json={**SAY, "min_p": 0.1, "top_k": 5}).status_code == 200
 
 
-@pytest.mark.parametrize("name", [name for name in neutral.REQUESTS if name in {*THEIRS, "top_k"}])
+@pytest.mark.parametrize("name", [name for name in theirs.NEUTRAL if name in {*THEIRS, "top_k"}])
 def test_a_field_that_asks_for_what_is_so_is_taken(name: str) -> None:
-    for value in neutral.REQUESTS[name]:
+    for value in theirs.NEUTRAL[name]:
         for kind, base in BODIES.values():
             if name in kind.model_fields and name != "top_k":
                 continue
             plain, found = kind.model_validate(base), kind.model_validate({**base, name: value})
-            assert found == plain, (name, value)
+            assert found.model_dump() == plain.model_dump(), (name, value)
             assert found.model_fields_set == plain.model_fields_set
+
+
+def test_a_neutral_number_counts_before_what_the_models_config_says() -> None:
+    """With top_k = 1 of the model's own, all draws are the likeliest."""
+    own = {"do_sample": True, "top_k": 1, "typical_p": 0.2, "repetition_penalty": 9.0}
+    neutral_ones = {"top_k": -1, "typical_p": 1.0, "repeat_penalty": 1.0, "min_tokens": 0}
+    asked = ChatRequest.model_validate({**SAY, **neutral_ones}).asked()
+    assert asked | {"top_k": 0, "typical_p": 1.0, "repetition_penalty": 1.0} == asked
+    prompt, new = "Once", {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
+    with jackfield.load("demo") as engine:
+        free = engine.generate(prompt, **new)[0].token_ids
+        engine.model.generation_config.update(**own)
+        assert engine.generate(prompt, **new)[0].token_ids != free
+        found = {name: asked[name] for name in ("top_k", "typical_p", "repetition_penalty")}
+        assert engine.generate(prompt, **new, **found)[0].token_ids == free
 
 
 @pytest.mark.parametrize("name", THEIRS)

@@ -45,7 +45,7 @@ REQUESTS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "n_cmpl", "best_of", "num_return_sequences", "num_beams", "beam_width"),
                     (1,)),
     **dict.fromkeys(
-        ("decoder_input_details", "details", "early_stopping", "echo", "greedy", "ignore_eos",
+        ("decoder_input_details", "details", "early_stopping", "echo", "ignore_eos",
          "include_stop_str_in_output", "no_stop_trim", "penalize_nl", "return_full_text",
          "return_hidden_states", "return_logprob", "return_token_ids",
          "return_tokens_as_token_ids", "stream", "timings_per_token", "use_beam_search", "use_mtp",
@@ -63,7 +63,7 @@ REQUESTS: Mapping[str, tuple[Any, ...]] = {
          "top_a", "top_logprobs_num", "top_n_tokens", "xtc_probability"), (0,),
     ),
     **dict.fromkeys(
-        ("cfg_scale", "dynatemp_exponent", "length_penalty", "rep_pen", "repeat_penalty", "tfs",
+        ("dynatemp_exponent", "length_penalty", "tfs",
          "tfs_z", "typical_p"), (1,),
     ),
     **dict.fromkeys(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     StringConstraints,
     Tag,
     model_validator,
@@ -18,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jackfield.serving.errors import refused
-from jackfield.serving.schema.theirs import asks_for_nothing, instead_of_field
+from jackfield.serving.schema.theirs import asks_for_nothing, instead_of_field, meant
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -130,24 +132,29 @@ class Sampling(Body):
     ) = None
     include_report: bool = False
 
-    @model_validator(mode="before")
+    _meant: dict[str, Any] = PrivateAttr(default_factory=dict)  # by neutral fields of others
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _answer_others(cls, data: Any) -> Any:
+    def _answer_others(cls, data: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
         """Raise ApiError for a field of another server that has another name, or none, here.
 
-        One that asks for what is so anyway is taken, and is nothing.
+        One that asks for what is so anyway is taken, and is no more than what it means.
         """
         if not isinstance(data, dict):
-            return data
+            return validated(data)
         fields = cls.model_fields
-        inert = [name for name in data if asks_for_nothing(name, data[name], fields)]
+        inert = {n: value for n, value in data.items() if asks_for_nothing(n, value, fields)}
         data = {name: value for name, value in data.items() if name not in inert}
         for name, value in data.items():
             if name in fields or value is None:
                 continue
             if answer := instead_of_field(name, cls.NAMES, fields, value):
                 raise refused(f"nothing here reads the field {name!r}; {answer}", name)
-        return data
+        made = validated(data)
+        for name, value in inert.items():
+            made._meant |= meant(name, value)
+        return made
 
     #: engine setting -> field, for messages
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -172,7 +179,7 @@ class Sampling(Body):
         found = {name: getattr(self, name) for name in plain}
         if isinstance(self.negative_prompt, list):
             found["negative_prompt"] = [one.model_dump() for one in self.negative_prompt]
-        return {name: value for name, value in found.items() if value is not None}
+        return self._meant | {name: value for name, value in found.items() if value is not None}
 
 
 class Penalized(Sampling):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
+from jackfield.contracts.decoding import SAMPLER_SETTINGS
 from jackfield.requests import neutral
 
 #: the engine's setting -> what others call the field that asks for it
@@ -78,6 +79,13 @@ _ADDING = {"prompt": True, "messages": False, "input": False}
 _WITHIN = {"regex": "regex", "choice": "choices", "grammar": "grammar"}
 
 
+#: Field -> its values that change nothing here. What a model's own config may say otherwise is
+#: taken of a field alone, where `meant` puts it in its place.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **neutral.REQUESTS, "cfg_scale": (1,), "repeat_penalty": (1,)
+}  # fmt: skip
+
+
 def asks_for_nothing(name: str, value: Any, fields: Container[str]) -> bool:
     """Whether a field of other servers, in a body of `fields`, has a value that is so anyway."""
     if name == "add_special_tokens":
@@ -85,7 +93,24 @@ def asks_for_nothing(name: str, value: Any, fields: Container[str]) -> bool:
     if name == "best_of" and name in fields:
         return False
     known = name in _FIELDS or name in _SETTINGS or name == "top_k"
-    return known and neutral.asks_for_nothing(neutral.REQUESTS, name, value)
+    return known and neutral.asks_for_nothing(NEUTRAL, name, value)
+
+
+#: Fields that are settings of the engine by another name.
+_MEANT = {
+    "cfg_scale": "guidance_scale", "min_tokens": "min_new_tokens",
+    "repeat_penalty": "repetition_penalty",
+}  # fmt: skip
+
+
+def meant(name: str, value: Any) -> dict[str, Any]:
+    """The setting that a field with a neutral number stands for, if the engine has it: what the
+    model's own config says otherwise is not so then.
+    """
+    setting = _MEANT.get(name, name)
+    if setting not in SAMPLER_SETTINGS | {"num_beams"} or type(value) not in (int, float):
+        return {}
+    return {setting: 0 if name == "top_k" else value}
 
 
 def instead_of_field(
