@@ -9,5 +9,6 @@ def rounded(hidden: torch.Tensor) -> torch.Tensor:
     """Whole numbers up to 127, times a scale of each 32: `[..., inputs]` in float64."""
     groups = hidden.float().unflatten(-1, (-1, 32))
     most = groups.abs().amax(-1, keepdim=True)
-    whole = (groups * torch.where(most > 0, 127 / most, 0)).round()
+    by = torch.full_like(most, 127) / most  # `127 / most` is torch's inverse, times 127
+    whole = (groups * torch.where(most > 0, by, 0)).round()
     return (whole.double() * (most / 127).double()).flatten(-2)

@@ -122,6 +122,20 @@ def test_8_bits_are_as_near_as_the_plan_says(kind: str) -> None:
     assert (found - exact).norm() <= INT8_ERROR * exact.norm()
 
 
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_bfloat16_beside_a_large_number_stays_what_it_is(count: int) -> None:
+    """Also where activations become whole numbers that share a scale: of 16 bits, not of 8."""
+    blocks = random_blocks(Type.Q8_0, 200, 512, seed=1)
+    blocks[:, 2::34] = 0  # the weights of each 32nd input
+    matrix, weight = Matrix("Q8_0", 200, 512), weights(blocks, Type.Q8_0).double()
+    hidden = torch.randn(count, 512).bfloat16()
+    hidden[:, ::32] = 300
+    found = linear(hidden, pack(torch.from_numpy(blocks), matrix), None, matrix).double()
+    exact = hidden.double() @ weight.T
+    off = 5 * 300 * 2**-16 * weight.norm(dim=1)
+    assert ((found - exact).abs() <= exact.abs() * 2**-8 + off).all()
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_are_what_blocks_stand_for(kind: str) -> None:
     packed, matrix, weight = matrix_of(kind, 130, 512)
@@ -290,15 +304,15 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: F
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtypes", [(one, one) for one in DTYPES] + [DTYPES], ids=str)
 @pytest.mark.parametrize("count", [1, 3, 8, 49])
 def test_products_run_together_give_the_same_bits(
-    dtype: torch.dtype, count: int, int8: bool
+    dtypes: tuple[torch.dtype, ...], count: int, int8: bool
 ) -> None:
     """Of several kinds, with minima and without, of one value and of another one."""
     torch.set_num_threads(2)
     kinds = [*BLOCKS, "Q4_K", "Q6_K"]
-    inputs = [torch.randn(count, 512).to(dtype) for _ in range(2)]
+    inputs = [torch.randn(count, 512).to(dtype) for dtype in dtypes]
     calls, outs, dues = [], [], []
     for at, kind in enumerate(kinds):
         packed, matrix, _ = matrix_of(kind, 70 + 300 * (at % 3), 512, seed=at)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from jackfield_plugins.kernel.many_rows import Product
+
 
 class OneDnnLinear(Kernel):
     """Which of its kernels runs, and so the last bits of a row, depends on the number of rows."""
@@ -33,7 +35,7 @@ class OneDnnLinear(Kernel):
     def available(self) -> list[str]:
         import torch
 
-        if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        if product_of_onednn() is not None:
             return []
         return [f"needs oneDNN, without which this torch {torch.__version__} was built"]
 
@@ -48,18 +50,31 @@ class OneDnnLinear(Kernel):
         return FusedLayer(linear_of, f"oneDNN in torch {torch.__version__}")
 
 
+def product_of_onednn() -> Product | None:
+    """`linear` of dense float32 tensors on the CPU; None: torch was built without oneDNN."""
+    import torch
+
+    if not (
+        torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    ):
+        return None
+    run = torch.ops.mkldnn._linear_pointwise.default
+    return lambda rows, weight, bias: run(rows, weight, bias, "none", [], "")
+
+
 def linear_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """What takes the place of a linear layer's `forward`: `[..., in]` to `[..., out]`, float32."""
     import torch
 
-    run = torch.ops.mkldnn._linear_pointwise.default
+    run = product_of_onednn()
+    assert run is not None  # `available` has said so
 
     def product(
         rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         if not all(one is None or one.is_contiguous() for one in (rows, weight, bias)):
             return None
-        return run(rows, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+        return run(rows, weight, bias)
 
     return many_rows(module, (torch.float32,), product)
 

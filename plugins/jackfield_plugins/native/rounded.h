@@ -1,5 +1,7 @@
-// Activations rounded to 8 bits, 32 that share a scale, as llama.cpp's Q8_0 rounds them, and their products with
-// bytes: sums of whole numbers, of four inputs in one instruction (VPDPBUSD), where bfloat16 has two.
+// Activations rounded to whole numbers, 32 that share a scale, and their products with whole numbers, whose sums are
+// exact: of bytes, as llama.cpp's Q8_0 rounds them, four in one instruction (VPDPBUSD); or of 16 bits, two in one
+// (VPMADDWD), for activations in bfloat16 where the machine cannot multiply these. Of 16 bits an activation is off by
+// 2^-16 of the largest of its 32 at most, which in bfloat16 is itself off by up to 2^-9.
 #pragma once
 #include <vector>
 
@@ -11,13 +13,23 @@ constexpr int TALL = WIDTH == 64 ? 8 : 4;  // the most rows of a tile
 // How many blocks: with their sums in half of the registers.
 constexpr int blocks_of(int rows) { return std::clamp((WIDTH == 64 ? 16 : 8) / (rows * PARTS), 1, UNIT); }
 
-// Weights of 4 bits lie in words of 8 inputs, in the order 0 2 4 6 | 1 3 5 7, and every second nibble is made a byte;
-// so activations lie as inputs 0 4 1 5, 2 6 3 7. Bytes of weights are put into that order.
-constexpr int ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+// How many of them a lane takes at a time.
+template <class Number>
+constexpr int OF_LANE = 4 / sizeof(Number);
 
-// What 8 bits say of as many activations; a line of memory, so that a row has one address.
-struct alignas(64) Rounded {
-    int8_t values[ROUNDED];  // each 8 in `ORDER`
+// Weights of 4 bits lie in words of 8 inputs, in the order 0 2 4 6 | 1 3 5 7. Every second nibble is made a byte, so
+// activations of 8 bits lie as inputs 0 4 1 5, 2 6 3 7, and bytes of weights are put into that order; or every fourth
+// is made a number of 16 bits, in the order of the inputs.
+template <class Number>
+constexpr int ORDER[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+template <>
+constexpr int ORDER<int8_t>[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+// What whole numbers say of as many activations; bytes in a line of memory, so that a row has one address.
+template <class Number>
+struct alignas(sizeof(Number) == 1 ? 64 : 32) Rounded {
+    static constexpr float LARGEST = sizeof(Number) == 1 ? 127 : 32767;
+    Number values[ROUNDED];  // each 8 in `ORDER`
     float scale;
     float sum;          // of the activations that they stand for
     int32_t less;       // the sum of the values, negative,
@@ -39,40 +51,38 @@ struct alignas(64) Rounded {
         float largest = 0, none = 0;
         for (int i = 0; i < WIDE; i++) largest = std::max(largest, most[i]), none += odd[i];
         const bool nothing = largest < 0x1p-100f;  // or its inverse would be infinite
-        const float by = nothing ? 0.0f : 127 / largest;
+        const float by = nothing ? 0.0f : LARGEST / largest;
         alignas(WIDTH) int32_t whole[ROUNDED];
         each<parts>([&](auto i) ALWAYS_INLINE {
-            Integers found = as<Integers>(x[i] * by + 0x1.8p23f) - 0x4b400000;
+            Vec<float> share = x[i] * by;
+            as_written(share);
+            Integers found = as<Integers>(share + 0x1.8p23f) - 0x4b400000;
             std::memcpy(whole + i * WIDE, &found, sizeof found);
         });
-        for (int i = 0; i < ROUNDED; i++) values[i] = int8_t(whole[(i & ~7) + ORDER[i & 7]]);
+        for (int i = 0; i < ROUNDED; i++) values[i] = Number(whole[(i & ~7) + ORDER<Number>[i & 7]]);
         for (int half = 0; half < 2; half++) {
             halves[half] = 0;
-            for (int i = 0; i < ROUNDED / 2; i++) halves[half] -= int8_t(whole[half * ROUNDED / 2 + i]);
+            for (int i = 0; i < ROUNDED / 2; i++) halves[half] -= Number(whole[half * ROUNDED / 2 + i]);
         }
         less = halves[0] + halves[1];
-        scale = (nothing ? 0.0f : largest / 127) + none;
+        scale = (nothing ? 0.0f : largest / LARGEST) + none;
         sum = scale * -less;
     }
 };
 
 #if defined(__AVX512VNNI__)
-constexpr bool FROM_ZERO = true;  // numbers of 8 bits: bytes from 0 on, else signed ones
+constexpr bool FROM_ZERO = true;  // bytes of weights of 8 bits: from 0 on, else signed ones
 #else
 constexpr bool FROM_ZERO = false;
 #endif
-
-// By how many bits activations are shifted to give what is subtracted, since bytes count from 0 on; -1: nothing is.
-template <int bits>
-constexpr int LESS = bits == 8 && !FROM_ZERO ? -1 : bits - 1;
 
 // How many products of two numbers, one of `bits` and one up to 127, are added up in 16 bits, at the least.
 template <int bits>
 constexpr int FIT = bits == 8 ? 1 : 1 << (7 - bits);
 
-// The products of `bits` in four bytes of each lane with four activations, added up. After `FIT` of them it wants to
-// `settle`.
-template <int bits>
+// The products of `bits` in each lane with as many activations, added up. Of four bytes it wants to `settle` after
+// `FIT`, of numbers of 16 bits never.
+template <int bits, class Number>
 class Sum {
     typedef int16_t Shorts __attribute__((vector_size(WIDTH)));
     Integers all{};
@@ -106,11 +116,16 @@ class Sum {
 #endif
     }
 
+    // After `inputs` of them.
+    ALWAYS_INLINE void settle(int inputs) {
+        if (inputs % (4 * FIT<bits>) == 0) settle();
+    }
+
     ALWAYS_INLINE void settle() {
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
-        all += (Integers)_mm512_madd_epi16((__m512i)some, _mm512_set1_epi16(1));
+        all += (Integers)_mm512_madd_epi16((__m512i)some, _mm512_set1_epi16(1)), as_written(all);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-        all += (Integers)_mm256_madd_epi16((__m256i)some, _mm256_set1_epi16(1));
+        all += (Integers)_mm256_madd_epi16((__m256i)some, _mm256_set1_epi16(1)), as_written(all);
 #endif
         some = Shorts{};
     }
@@ -118,31 +133,58 @@ class Sum {
    private:
     ALWAYS_INLINE void add_two(Shorts products) {
         if constexpr (FIT<bits> == 1) some = products, settle();
-        else some += products;
+        else some += products, as_written(some);
     }
 };
 
-// A call, and what 8 bits say of its activations, [rows, in_features / ROUNDED].
-template <class Call>
+template <int bits>
+class Sum<bits, int16_t> {
+    Integers all{};
+
+   public:
+    Sum() = default;
+    explicit ALWAYS_INLINE Sum(Integers from) : all(from) {}
+
+    ALWAYS_INLINE Vec<float> total() const { return __builtin_convertvector(all, Vec<float>); }
+
+    ALWAYS_INLINE void add(Words two, const int16_t* activations) {
+        const auto with = Words{} + read<uint32_t>(activations);
+#if defined(__AVX512VNNI__)
+        all = (Integers)_mm512_dpwssd_epi32((__m512i)all, (__m512i)two, (__m512i)with);
+#elif defined(__AVX512BW__)
+        all += (Integers)_mm512_madd_epi16((__m512i)two, (__m512i)with), as_written(all);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+        all += (Integers)_mm256_madd_epi16((__m256i)two, (__m256i)with), as_written(all);
+#else
+        all += (as<Integers>(two << 16) >> 16) * (as<Integers>(with << 16) >> 16);
+        all += (as<Integers>(two) >> 16) * (as<Integers>(with) >> 16);
+#endif
+    }
+
+    ALWAYS_INLINE void settle(int) {}
+};
+
+// A call, and what whole numbers say of its activations, [rows, in_features / ROUNDED].
+template <class Call, class Number>
 struct RoundedCall : Call {
-    const Rounded* rounded = nullptr;
+    const Rounded<Number>* rounded = nullptr;
 
     explicit RoundedCall(const Call& call) : Call(call) {}
 };
 
-template <class T, class Call>
-void fill(std::vector<Rounded>& room, const Call& call) {
+template <class T, class Call, class Number>
+void fill(std::vector<Rounded<Number>>& room, const Call& call) {
     const int64_t groups = call.in_features / ROUNDED, all = call.rows * call.in_features;
     if (int64_t(room.size()) < call.rows * groups) room.resize(call.rows * groups);
     Tasks(call.rows, std::min(call.threads, all * 4 / WORTH + 1), [&](int64_t row) {
         for (int64_t at = row * groups; at < (row + 1) * groups; at++)
-            room[at] = Rounded(static_cast<const T*>(call.input) + at * ROUNDED);
+            room[at] = Rounded<Number>(static_cast<const T*>(call.input) + at * ROUNDED);
     });
 }
 
-// Calls with one input share what 8 bits say of it.
-template <class Call>
-void round_inputs(std::vector<RoundedCall<Call>>& all, std::vector<std::vector<Rounded>>& rooms) {
+// Calls with one input share what whole numbers say of it.
+template <class Call, class Number>
+void round_inputs(std::vector<RoundedCall<Call, Number>>& all, std::vector<std::vector<Rounded<Number>>>& rooms) {
     rooms.resize(std::max(rooms.size(), all.size()));
     auto room = rooms.begin();
     for (auto& one : all) {
@@ -158,14 +200,14 @@ void round_inputs(std::vector<RoundedCall<Call>>& all, std::vector<std::vector<R
 }
 
 // All products as one parallel region: `Product` is made of a `RoundedCall`.
-template <class Product, class Call>
+template <class Product, class Number, class Call>
 void rounded_together(const Call* const* calls, int64_t count) {
-    static thread_local std::vector<RoundedCall<Call>> all;
-    static thread_local std::vector<const RoundedCall<Call>*> each;
+    static thread_local std::vector<RoundedCall<Call, Number>> all;
+    static thread_local std::vector<const RoundedCall<Call, Number>*> each;
     all.clear(), each.clear();
     for (int64_t i = 0; i < count; i++) all.emplace_back(*calls[i]);
     for (auto& one : all) each.push_back(&one);
-    static thread_local std::vector<std::vector<Rounded>> rooms;
+    static thread_local std::vector<std::vector<Rounded<Number>>> rooms;
     round_inputs(all, rooms);
     together<Product>(each.data(), count);
     for (auto& room : rooms) keep_little(room);

@@ -77,8 +77,8 @@ struct Two {
 
 template <class T>
 inline ALWAYS_INLINE void add(Vec<float>& sum, const Two& weight, const T* input) {
-    sum = fused(weight.even, Vec<float>{} + wide(input[0]), sum);
-    sum = fused(weight.odd, Vec<float>{} + wide(input[1]), sum);
+    sum = fused(weight.even, everywhere(wide(input[0])), sum);
+    sum = fused(weight.odd, everywhere(wide(input[1])), sum);
 }
 
 #if defined(__AVX512BF16__)
@@ -102,7 +102,7 @@ __attribute__((noinline)) void multiply_many(const Vec<float>* weight, const flo
     each<MANY * ACROSS>([&](auto i) ALWAYS_INLINE { sum[i] = Vec<float>{}; });
     for (int at = 0; at < inputs; at++)
         each<MANY>([&](auto r) ALWAYS_INLINE {
-            const Vec<float> x = Vec<float>{} + row[r][at];
+            const Vec<float> x = everywhere(row[r][at]);
             each<ACROSS>([&](auto i) ALWAYS_INLINE {
                 sum[r * ACROSS + i] = fused(weight[at * ACROSS + i], x, sum[r * ACROSS + i]);
             });

@@ -22,6 +22,7 @@ constexpr int WIDTH = 16;
 
 typedef uint16_t Halves __attribute__((vector_size(WIDTH / 2)));
 typedef uint32_t Words __attribute__((vector_size(WIDTH)));
+typedef uint16_t Pairs __attribute__((vector_size(WIDTH)));
 typedef int32_t Integers __attribute__((vector_size(WIDTH)));
 
 template <class T>
@@ -53,6 +54,10 @@ inline V read(const void* from) {
     std::memcpy(&v, from, sizeof v);
     return v;
 }
+
+// x in every lane. A sum with zeros is no copy of -0, so that compilers would add before they copy.
+template <class C>
+inline ALWAYS_INLINE Vec<C> everywhere(C x) { return x - Vec<C>{}; }
 
 inline Vec<float> load(const float* from) { return read<Vec<float>>(from); }
 inline Vec<double> load(const double* from) { return read<Vec<double>>(from); }
@@ -111,6 +116,17 @@ inline void store(Vec<float> v, float16* to) {
 inline ALWAYS_INLINE void ask_for(const void* from, bool once) {
     if (once) __builtin_prefetch(from, 0, 0);
     else __builtin_prefetch(from);
+}
+
+// Has a compiler compute this first, as it is written. Sums of whole numbers it would reorder, with more numbers at
+// hand than there are registers; and a product and a sum it would round once.
+template <class V>
+inline ALWAYS_INLINE void as_written(V& v) {
+#if defined(__x86_64__)
+    asm("" : "+v"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
+#endif
 }
 
 // Calls what(0) to what(count - 1), with constants: arrays so indexed stay in registers.

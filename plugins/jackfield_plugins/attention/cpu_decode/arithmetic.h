@@ -78,7 +78,7 @@ struct Single {
     static bool lies(int64_t) { return whole; }               // keys of this size are, too
 
     static ALWAYS_INLINE Vec<C> add(Vec<C> sum, const Step* lanes, const Step* one) {
-        return fused(load(lanes), Vec<C>{} + *one, sum);
+        return fused(load(lanes), everywhere(*one), sum);
     }
     static void key(const T* from, int64_t size, Step* to) { widen(from, size, to, size); }
     static void value(const T* const* from, int64_t size, Step* to, int64_t room) {

@@ -412,8 +412,8 @@ class Prompts {
                 const int64_t key = own + r;
                 Vec<C>& one = sum[r * broad + v];
                 if (key < from) one = none;
-                one = after <= Vec<C>{} + C(key) ? none : one;
-                if (call.window) one = lane >= Vec<C>{} + C(key + call.window) ? none : one;
+                one = after <= everywhere(C(key)) ? none : one;
+                if (call.window) one = lane >= everywhere(C(key + call.window)) ? none : one;
             });
         });
     }

@@ -219,7 +219,7 @@ struct WidenedLinear : Linear {
 
 // Rows from which on numbers of 16 bits are made floats, which each tile of rows would do anew: inputs once a call,
 // weights once. Sums are the same.
-constexpr int64_t WIDENED = 5;
+constexpr int64_t WIDENED = 16;
 
 template <class T>
 class Widened {

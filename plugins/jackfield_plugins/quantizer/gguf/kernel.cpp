@@ -7,12 +7,13 @@
 // into a table of bfloat16 (VPERMW), and the product with two activations is one instruction
 // (VDPBF16PS). Whole numbers up to 255 are exact in bfloat16: scales are multiplied after the sum over the
 // inputs that share one. Minima are multiplied with the sum of these inputs, made once for all outputs.
+// Where there is no such instruction, activations in bfloat16 are rounded to 16 bits (rounded.h).
 //
 // Sums run over the inputs of a group in their order, then over the groups in theirs, however many rows
 // there are: a row's result does not depend on what else is in the batch.
 #include <vector>
 
-#include "formats.h"
+#include "rounded_formats.h"
 
 namespace {
 
@@ -120,10 +121,9 @@ inline Bits without(Bits bits) { return bits >> count; }
 
 #endif
 
-// The sums of the inputs that share a scale, [rows, groups of a row], where there are minima; and the inputs in
-// float32, where there are many rows of others and no instruction for these.
+// The sums of the inputs that share a scale, [rows, groups of a row], where there are minima.
 struct Summed : LinearCall {
-    const float *sums, *inputs;
+    const float* sums;
 };
 
 constexpr int SUMMED = 32;  // inputs of a group, wherever there are minima
@@ -140,15 +140,17 @@ void sum_groups(const LinearCall& call, float* sums) {
     }
 }
 
-// Many rows: the numbers of a group are made floats once for all of them.
+// Many rows of float32: the numbers of a group are made floats once for all of them.
 template <Type type>
 class Many {
     using F = Format<type>;
     const Summed& call;
+    const float* const inputs;
     const int64_t records;
 
    public:
-    explicit Many(const Summed& call) : call(call), records(call.in_features / F::inputs) {}
+    explicit Many(const Summed& call)
+        : call(call), inputs(static_cast<const float*>(call.input)), records(call.in_features / F::inputs) {}
 
     void multiply(int64_t unit, int64_t from, int64_t count) const {
         for (int first = 0; first < UNIT * PARTS; first += ACROSS) {
@@ -163,7 +165,7 @@ class Many {
                     scale[i] = scale_of<type>(record, group, (first + i) * WIDE);
                     if constexpr (F::minimum) minimum[i] = minimum_of<type>(record, group, (first + i) * WIDE);
                 });
-                const float* input = call.inputs + from * call.in_features + at * F::group;
+                const float* input = inputs + from * call.in_features + at * F::group;
                 const float* sum_of = call.sums + from * records * F::groups + at;
                 for (int64_t row = 0; row < count; row += MANY) {
                     const int64_t there = std::min<int64_t>(MANY, count - row);
@@ -177,26 +179,20 @@ class Many {
                             Vec<float>& all = total[(row + r) * ACROSS + i];
                             all = fused(sums[r * ACROSS + i], scale[i], all);
                             if constexpr (F::minimum)
-                                all = fused(minimum[i], Vec<float>{} + sum_of[(row + r) * records * F::groups], all);
+                                all = fused(minimum[i], everywhere(sum_of[(row + r) * records * F::groups]), all);
                         });
                 }
                 if (g == F::groups - 1) record += F::record;
             }
             for (int64_t i = 0; i < count * ACROSS; i++) {
                 int64_t output = unit * OUTPUTS + (first + i % ACROSS) * WIDE;
-                if (call.floats) write<float>(total[i], from + i / ACROSS, output);
-                else write<bfloat16>(total[i], from + i / ACROSS, output);
+                float* out = static_cast<float*>(call.out) + (from + i / ACROSS) * call.out_features;
+                write_outputs(total[i], output, call.out_features, static_cast<const float*>(call.bias), out);
             }
         }
     }
 
    private:
-    template <class T>
-    void write(Vec<float> total, int64_t row, int64_t output) const {
-        T* out = static_cast<T*>(call.out) + row * call.out_features;
-        write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
-    }
-
     // The numbers of a group as floats, [inputs, `ACROSS` vectors of outputs].
     ALWAYS_INLINE void unpack(const uint8_t* low, int first, Vec<float>* weight) const {
         constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
@@ -235,7 +231,8 @@ class Linear {
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        if (call.inputs) return Many<type>(call).multiply(at / chunks, from, count);
+        if constexpr (std::is_same_v<T, float>)
+            if (call.rows > FEW) return Many<type>(call).multiply(at / chunks, from, count);
         in_tiles<T>(from, count, call.rows, [&](int64_t rows, int64_t first) {
             by_rows<MOST<T>>(rows, at / chunks, first);
         });
@@ -281,7 +278,7 @@ class Linear {
                 each<rows>([&](auto i) ALWAYS_INLINE {
                     Vec<float>& all = total[i * parts + part];
                     all = fused(sums[i * parts + part], scale, all);
-                    if constexpr (F::minimum) all = fused(minimum, Vec<float>{} + sum_of[i][at], all);
+                    if constexpr (F::minimum) all = fused(minimum, everywhere(sum_of[i][at]), all);
                 });
             });
             if (g == F::groups - 1) record += F::record;
@@ -381,8 +378,9 @@ struct Product {
     template <class What>
     void as(What what) const {
         with_type(summed.type, [&](auto type) {
-            if (summed.floats) what(Linear<type, float>(summed));
-            else what(Linear<type, bfloat16>(summed));
+            if constexpr (PAIRS)
+                if (!summed.floats) return what(Linear<type, bfloat16>(summed));
+            what(Linear<type, float>(summed));
         });
     }
 };
@@ -393,37 +391,35 @@ bool has_minimum(const LinearCall& call) {
     return found;
 }
 
-// Whether there are so many rows that weights and inputs are made floats.
-bool wants_floats(const LinearCall& call) { return call.rows > FEW && (call.floats || !PAIRS); }
-
-// What is made of the inputs: calls with one input share it.
-void read_inputs(std::vector<Summed>& all, std::vector<float>& made) {
+// The sums of inputs, where there are minima: calls with one input share them.
+void sum_inputs(std::vector<Summed>& all, std::vector<float>& made) {
     int64_t room = 0;
-    for (auto& one : all) room += one.rows * (one.in_features / SUMMED + (wants_floats(one) ? one.in_features : 0));
+    for (auto& one : all) room += one.rows * (one.in_features / SUMMED);
     made.resize(std::max<size_t>(made.size(), room));
     float* next = made.data();
     for (auto& one : all) {
-        const int64_t size = one.rows * one.in_features;
-        if (one.floats && wants_floats(one)) one.inputs = static_cast<const float*>(one.input);
+        if (!has_minimum(one)) continue;
         for (auto& other : all)
-            if (other.input == one.input && other.rows == one.rows && other.in_features == one.in_features) {
-                if (other.sums) one.sums = other.sums;
-                if (other.inputs) one.inputs = other.inputs;
-            }
-        if (has_minimum(one) && !one.sums) {
-            if (one.floats) sum_groups<float>(one, next);
-            else sum_groups<bfloat16>(one, next);
-            one.sums = next, next += size / SUMMED;
-        }
-        if (wants_floats(one) && !one.inputs) {
-            auto from = static_cast<const bfloat16*>(one.input);
-            Tasks(one.rows, std::min(one.threads, size * 4 / WORTH + 1), [&](int64_t row) {
-                for (int64_t i = row * one.in_features; i < (row + 1) * one.in_features; i += WIDE)
-                    store(load(from + i), next + i);
-            });
-            one.inputs = next, next += size;
-        }
+            if (other.sums && other.input == one.input && other.rows == one.rows &&
+                other.in_features == one.in_features)
+                one.sums = other.sums;
+        if (one.sums) continue;
+        if (one.floats) sum_groups<float>(one, next);
+        else sum_groups<bfloat16>(one, next);
+        one.sums = next, next += one.rows * one.in_features / SUMMED;
     }
+}
+
+void products(const LinearCall* const* calls, int64_t count) {
+    static thread_local std::vector<Summed> all;
+    static thread_local std::vector<const Summed*> each;
+    static thread_local std::vector<float> made;
+    all.clear(), each.clear();
+    for (int64_t i = 0; i < count; i++) all.push_back({*calls[i], nullptr});
+    for (auto& one : all) each.push_back(&one);
+    sum_inputs(all, made);
+    together<Product>(each.data(), count);
+    keep_little(made);
 }
 
 }  // namespace
@@ -431,18 +427,17 @@ void read_inputs(std::vector<Summed>& all, std::vector<float>& made) {
 extern "C" {
 // Each returns whether it can: it knows the type, there are the rows, all scales are finite.
 bool gguf_linears(const LinearCall* const* calls, int64_t count) {
-    static thread_local std::vector<Summed> all;
-    static thread_local std::vector<const Summed*> each;
-    static thread_local std::vector<float> made;
-    all.clear(), each.clear();
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count; i++)
         if (!with_type(calls[i]->type, [](auto) {})) return false;
-        all.push_back({*calls[i], nullptr, nullptr});
+    // Of those with other activations than the first, a product is computed as if it were alone.
+    const bool alike = std::all_of(calls, calls + count, [&](auto one) { return one->floats == calls[0]->floats; });
+    if (!alike) {
+        for (int64_t i = 0; i < count; i++) gguf_linears(calls + i, 1);
+    } else if (PAIRS || calls[0]->floats) {
+        products(calls, count);
+    } else {
+        rounded_together<RoundedProduct<int16_t>, int16_t>(calls, count);
     }
-    for (auto& one : all) each.push_back(&one);
-    read_inputs(all, made);
-    together<Product>(each.data(), count);
-    keep_little(made);
     return true;
 }
 bool gguf_linear(const LinearCall* call) { return gguf_linears(&call, 1); }

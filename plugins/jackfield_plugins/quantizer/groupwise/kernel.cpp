@@ -7,11 +7,12 @@
 // higher, so that two of them are one operand of VDPBF16PS. Of 4 bits, shifting brings the next pair
 // into place, where the 4 lowest bits of each half are an index into a table of bfloat16. Of 8 bits,
 // a byte is put behind the exponent of 2^23, which makes it a float32 without a conversion; bfloat16 is
-// its upper half, exact for a whole number of 8 bits.
+// its upper half, exact for a whole number of 8 bits. Where there is no such instruction, activations in bfloat16
+// are rounded to 16 bits (rounded.h).
 //
 // Sums run over the inputs of a group in their order, then over the groups in theirs, however many
 // rows there are: a row's result does not depend on what else is in the batch.
-#include "groups.h"
+#include "rounded_groups.h"
 
 namespace {
 
@@ -51,11 +52,6 @@ inline ALWAYS_INLINE __m512bh numbers(Words packed, const bfloat16*) {
         return as<__m512bh>((as<Words>(both.even) >> 16) | (as<Words>(both.odd) & 0xffff0000));
     }
 }
-
-#else
-
-template <int bits, int turn>
-inline ALWAYS_INLINE Two numbers(Words packed, const bfloat16*) { return two<bits, turn>(packed); }
 
 #endif
 
@@ -170,9 +166,11 @@ struct Product {
    private:
     template <class What>
     int64_t as(What what) const {
-        if (call.bits == 4) return what(Linear<4, bfloat16>(call));
-        if (call.floats) return what(Linear<8, float>(call));
-        return what(Linear<8, bfloat16>(call));
+        if constexpr (PAIRS) {
+            if (call.bits == 4) return what(Linear<4, bfloat16>(call));
+            if (!call.floats) return what(Linear<8, bfloat16>(call));
+        }
+        return what(Linear<8, float>(call));
     }
 };
 
@@ -183,7 +181,15 @@ extern "C" {
 bool groupwise_linears(const Call* const* calls, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         if (!is_known(*calls[i])) return false;
-    return together<Product>(calls, count), true;
+    const bool alike = std::all_of(calls, calls + count, [&](auto one) { return one->floats == calls[0]->floats; });
+    if (!alike) {
+        for (int64_t i = 0; i < count; i++) groupwise_linears(calls + i, 1);
+    } else if (PAIRS || calls[0]->floats) {
+        together<Product>(calls, count);
+    } else {
+        rounded_together<RoundedProduct<int16_t>, int16_t>(calls, count);
+    }
+    return true;
 }
 bool groupwise_linear(const Call* call) { return groupwise_linears(&call, 1); }
 }

@@ -1,0 +1,196 @@
+// Products with the blocks of GGUF files, with activations that are rounded to whole numbers. Weights lie as for other
+// activations; sums run over the inputs of a group, which are whole numbers, then over the groups in their order.
+#pragma once
+#include "formats.h"
+#include "rounded.h"
+
+// Two bytes with a sign of each output of a vector, as two numbers of 16 bits.
+inline ALWAYS_INLINE Words signed_pairs(const uint8_t* from) {
+#if defined(__AVX512BW__)
+    return as<Words>(_mm512_cvtepi8_epi16(read<__m256i>(from)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return as<Words>(_mm256_cvtepi8_epi16(read<__m128i>(from)));
+#else
+    const Words both = words(reinterpret_cast<const uint16_t*>(from));
+    return as<Words>(as<Integers>(both << 24) >> 24 & 0xffff) | as<Words>(as<Integers>(both << 16) >> 24) << 16;
+#endif
+}
+
+// By how many bits activations are shifted to give what is subtracted, since numbers count from 0 on; -1: nothing is.
+template <Type type, class Number>
+constexpr int bits_less = Format<type>::minimum                                           ? -1
+                          : Format<type>::bits == 8 && !(FROM_ZERO && sizeof(Number) == 1) ? -1
+                                                                                           : Format<type>::bits - 1;
+
+// Numbers of each output of a vector and a turn: of 8 bits those of inputs 0 4 1 5 (turn 0) or 2 6 3 7 (turn 1) of
+// eight, of 16 bits those of the two inputs whose turn it is.
+template <Type type, int turn>
+inline ALWAYS_INLINE Words of_turn(const uint8_t* low, Words high, const int16_t*) {
+    using F = Format<type>;
+    if constexpr (F::bits == 8) {
+        return signed_pairs(low + turn * UNIT * 2 * LANES);
+    } else {
+        constexpr int more = F::bits - 4;
+        Words pair = as<Words>(read<Pairs>(low) >> (4 * turn) & 15);
+        if constexpr (more > 0) pair |= (high >> (more * turn) & ((1 << more) - 1) * 0x00010001) << 4;
+        return pair;
+    }
+}
+
+template <Type type, int turn>
+inline ALWAYS_INLINE Words of_turn(const uint8_t* low, Words high, const int8_t*) {
+    using F = Format<type>;
+    if constexpr (F::bits == 8) {
+        auto pair = [&](int at) ALWAYS_INLINE {
+            return words(reinterpret_cast<const uint16_t*>(low + at * UNIT * 2 * LANES));
+        };
+        Words first = pair(turn), second = pair(turn + 2);
+        Words even = (first & 0xff) | (first & 0xff00) << 8, odd = (second & 0xff) | (second & 0xff00) << 8;
+        return (even | odd << 8) ^ (FROM_ZERO ? 0x80808080 : 0);
+    } else {
+        Words bytes = read<Words>(low) >> (4 * turn) & 0x0f0f0f0f;
+        if constexpr (F::bits > 4) {
+            constexpr int more = F::bits - 4;
+            constexpr uint32_t ones = (1 << more) - 1;
+            bytes |= (high << (4 - more * turn) & ones * 0x00100010)
+                   | (high << (12 - more * (turn + 2)) & ones * 0x10001000);
+        }
+        return bytes;
+    }
+}
+
+template <Type type, class Number>
+class RoundedLinear {
+    using F = Format<type>;
+    const LinearCall& call;
+    const Rounded<Number>* const input;
+    const int64_t units, chunks, records;
+    const bool once;
+
+   public:
+    explicit RoundedLinear(const RoundedCall<LinearCall, Number>& own)
+        : call(own), input(own.rounded), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+          chunks((call.rows + CHUNK - 1) / CHUNK), records(call.in_features / F::inputs),
+          once(call.rows <= ONE_TILE) {}
+
+    int64_t tasks() const { return units * chunks; }
+
+    void task(int64_t at) const {
+        int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        const int64_t most = call.rows <= FEW ? ONE_TILE : TALL;
+        for (int64_t rows; count; from += rows, count -= rows) {
+            rows = std::min(count, most);
+            by_rows<TALL>(rows, at / chunks, from);
+        }
+    }
+
+   private:
+    template <int most>
+    void by_rows(int64_t rows, int64_t unit, int64_t from) const {
+        if constexpr (most > 1) {
+            if (rows <= most / 2) return by_rows<most / 2>(rows, unit, from);
+        }
+        constexpr int blocks = blocks_of(most);
+        for (int block = 0; block < UNIT; block += blocks) multiply<most, blocks>(rows, unit, block, from);
+    }
+
+    template <int rows, int blocks>
+    void multiply(int count, int64_t unit, int block, int64_t from) const {
+        constexpr int parts = blocks * PARTS;
+        const uint8_t* record = call.weight + unit * records * F::record;
+        const int64_t groups = records * F::groups;
+        const Rounded<Number>* row[rows];
+        each<rows>([&](auto i) ALWAYS_INLINE {
+            int64_t place = from + std::min<int>(i, count - 1);  // the last again where there is none
+            row[i] = input + place * call.in_features / ROUNDED;
+        });
+        Vec<float> total[rows * parts];
+        each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
+        for (int64_t at = 0; at < groups; at++) {
+            const int g = at % F::groups;
+            const uint8_t* group = record + F::head + g * F::part;
+            if (block == 0)
+                for (int line = 0; line < F::part; line += 64) ask_for(group + line + AHEAD, once);
+            const int64_t place = at * F::group / ROUNDED;
+            const int half = F::group < ROUNDED ? at % 2 : 0;
+            Sum<F::bits, Number> sums[rows * parts];
+            each<rows>([&](auto i) ALWAYS_INLINE {
+                Integers less{};
+                if constexpr (bits_less<type, Number> > 0) {
+                    const Rounded<Number>& own = row[i][place];
+                    less = (Integers{} + (F::group < ROUNDED ? own.halves[half] : own.less)) << bits_less<type, Number>;
+                }
+                each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = Sum<F::bits, Number>(less); });
+            });
+            add_group<rows, parts>(group + F::factors, block * PARTS, row, place, half, sums);
+            each<parts>([&](auto part) ALWAYS_INLINE {
+                const int output = block * LANES + part * WIDE;
+                Vec<float> scale = scale_of<type>(record, group, output), minimum{};
+                if constexpr (F::minimum) minimum = minimum_of<type>(record, group, output);
+                each<rows>([&](auto i) ALWAYS_INLINE {
+                    const Rounded<Number>& own = row[i][place];
+                    Vec<float>& all = total[i * parts + part];
+                    all = fused(sums[i * parts + part].total(), scale * own.scale, all);
+                    if constexpr (F::minimum) all = fused(minimum, everywhere(own.sum), all);
+                });
+            });
+            if (g == F::groups - 1) record += F::record;
+        }
+        each<rows * parts>([&](auto i) ALWAYS_INLINE {
+            int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
+            if (i / parts >= count) return;
+            if (call.floats) write<float>(total[i], from + i / parts, output);
+            else write<bfloat16>(total[i], from + i / parts, output);
+        });
+    }
+
+    template <class T>
+    void write(Vec<float> total, int64_t row, int64_t output) const {
+        T* out = static_cast<T*>(call.out) + row * call.out_features;
+        write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
+    }
+
+    template <int rows, int parts>
+    ALWAYS_INLINE void add_group(const uint8_t* low, int first, const Rounded<Number>* const* row, int64_t place,
+                                 int half, Sum<F::bits, Number>* sums) const {
+        constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
+        constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a vector and a turn, or a step
+        Words high[parts] = {};
+        if constexpr (above > 0)
+            each<parts>([&](auto part) ALWAYS_INLINE {
+                high[part] = read<Words>(low + F::low + (first + part) * WIDTH);
+            });
+        low += first * wide;
+        for (int i = 0; i < F::group; i += 8) {
+            each<8 / OF_LANE<Number>>([&](auto turn) ALWAYS_INLINE {
+                each<parts>([&](auto part) ALWAYS_INLINE {
+                    const Number* const none = nullptr;
+                    const Words weights = of_turn<type, turn>(low + part * wide, high[part], none);
+                    each<rows>([&](auto r) ALWAYS_INLINE {
+                        const Number* own = row[r][place].values + half * ROUNDED / 2 + i + OF_LANE<Number> * turn;
+                        sums[r * parts + part].add(weights, own);
+                    });
+                });
+            });
+            if constexpr (above > 0)
+                each<parts>([&](auto part) ALWAYS_INLINE { high[part] >>= 4 * above; });
+            low += OUTPUTS * (F::bits == 8 ? 8 : 4);  // bytes of eight inputs
+            each<rows * parts>([&](auto at) ALWAYS_INLINE { sums[at].settle(i + 8); });
+        }
+    }
+};
+
+template <class Number>
+struct RoundedProduct {
+    const RoundedCall<LinearCall, Number>& call;
+
+    explicit RoundedProduct(const RoundedCall<LinearCall, Number>& call) : call(call) {}
+    int64_t tasks() const {
+        int64_t count = 0;
+        with_type(call.type, [&](auto type) { count = RoundedLinear<type, Number>(call).tasks(); });
+        return count;
+    }
+    void task(int64_t at) const {
+        with_type(call.type, [&](auto type) { RoundedLinear<type, Number>(call).task(at); });
+    }
+};

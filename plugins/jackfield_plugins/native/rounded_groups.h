@@ -1,0 +1,145 @@
+// Products with weights of 4 or 8 bits with one scale a group, with activations that are rounded to whole numbers.
+// Weights lie as for other activations.
+//
+// Sums run over 32 inputs, which are whole numbers, then over these in their order, however many rows there
+// are: a row's result does not depend on what else is in the batch.
+#pragma once
+#include "groups.h"
+#include "rounded.h"
+
+// By how many bits activations are shifted to give what is subtracted, since numbers count from 0 on; -1: nothing is.
+template <int bits, class Number>
+constexpr int bits_less = bits == 8 && sizeof(Number) == 1 && !FROM_ZERO ? -1 : bits - 1;
+
+// Numbers of each output of a vector and a turn: of 8 bits those of inputs 0 4 1 5 (turn 0) or 2 6 3 7 (turn 1) of
+// eight, of 16 bits those of the two inputs whose turn it is.
+template <int bits, int turn>
+inline ALWAYS_INLINE Words of_turn(const uint8_t* weight, const int16_t*) {
+    if constexpr (bits == 4) return as<Words>(read<Pairs>(weight) >> (4 * turn) & 15);
+    return read<Words>(weight + turn / 2 * UNIT * BYTES) >> (8 * (turn % 2)) & 0x00ff00ff;
+}
+
+template <int bits, int turn>
+inline ALWAYS_INLINE Words of_turn(const uint8_t* weight, const int8_t*) {
+    if constexpr (bits == 4) return read<Words>(weight) >> (4 * turn) & 0x0f0f0f0f;
+    const uint32_t sign = FROM_ZERO ? 0 : 0x80808080;
+    Words first = read<Words>(weight), second = read<Words>(weight + UNIT * BYTES);
+    if constexpr (turn == 0) return ((first & 0x00ff00ff) | (second & 0x00ff00ff) << 8) ^ sign;
+    return ((first >> 8 & 0x00ff00ff) | (second & 0xff00ff00)) ^ sign;
+}
+
+template <int bits, class Number>
+class RoundedLinear {
+    static constexpr int OF_EIGHT = bits == 4 ? 1 : 2;  // words of eight inputs of an output
+    const Call& call;
+    const Rounded<Number>* const input;
+    const int64_t units, chunks, places, of_group;  // groups of activations, in all and in one of weights
+    const bool once;
+
+   public:
+    explicit RoundedLinear(const RoundedCall<Call, Number>& own)
+        : call(own), input(own.rounded), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+          chunks((call.rows + CHUNK - 1) / CHUNK), places(call.in_features / ROUNDED),
+          of_group(call.group_size / ROUNDED), once(call.rows <= ONE_TILE) {}
+
+    int64_t tasks() const { return units * chunks; }
+
+    void task(int64_t at) const {
+        int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        const int64_t most = call.rows <= FEW ? ONE_TILE : TALL;
+        for (int64_t rows; count; from += rows, count -= rows) {
+            rows = std::min(count, most);
+            by_rows<TALL>(rows, at / chunks, from);
+        }
+    }
+
+   private:
+    template <int most>
+    void by_rows(int64_t rows, int64_t unit, int64_t from) const {
+        if constexpr (most > 1) {
+            if (rows <= most / 2) return by_rows<most / 2>(rows, unit, from);
+        }
+        constexpr int blocks = blocks_of(most);
+        for (int block = 0; block < UNIT; block += blocks) multiply<most, blocks>(rows, unit, block, from);
+    }
+
+    template <int rows, int blocks>
+    void multiply(int count, int64_t unit, int block, int64_t from) const {
+        constexpr int parts = blocks * PARTS, size = ROUNDED / 8 * OF_EIGHT * UNIT * BYTES;  // of a place
+        const uint8_t* weight = call.weight + unit * places * size;
+        const bfloat16* scale = call.scale + (unit * (places / of_group) * UNIT + block) * LANES;
+        const Rounded<Number>* row[rows];
+        each<rows>([&](auto i) ALWAYS_INLINE {
+            row[i] = input + (from + std::min<int>(i, count - 1)) * places;  // the last again where there is none
+        });
+        Vec<float> total[rows * parts];
+        each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
+        for (int64_t place = 0; place < places; place++, weight += size) {
+            if (block == 0) {
+                for (int line = 0; line < size; line += 64) ask_for(weight + line + AHEAD, once);
+                for (int line = 0; line < OUTPUTS * 2; line += 64)
+                    ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6 + line, once);
+            }
+            Sum<bits, Number> sums[rows * parts];
+            each<rows>([&](auto i) ALWAYS_INLINE {
+                Integers less{};
+                if constexpr (bits_less<bits, Number> > 0)
+                    less = (Integers{} + row[i][place].less) << bits_less<bits, Number>;
+                each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = Sum<bits, Number>(less); });
+            });
+            add_place<rows, parts>(weight + block * BYTES, row, place, sums);
+            each<parts>([&](auto part) ALWAYS_INLINE {
+                const Vec<float> factor = load(scale + part * WIDE);
+                each<rows>([&](auto i) ALWAYS_INLINE {
+                    Vec<float>& all = total[i * parts + part];
+                    all = fused(sums[i * parts + part].total(), factor * row[i][place].scale, all);
+                });
+            });
+            if ((place + 1) % of_group == 0) scale += OUTPUTS;
+        }
+        each<rows * parts>([&](auto i) ALWAYS_INLINE {
+            int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
+            if (i / parts >= count) return;
+            if (call.floats) write<float>(total[i], from + i / parts, output);
+            else write<bfloat16>(total[i], from + i / parts, output);
+        });
+    }
+
+    template <int rows, int parts>
+    static ALWAYS_INLINE void add_place(const uint8_t* weight, const Rounded<Number>* const* row, int64_t place,
+                                        Sum<bits, Number>* sums) {
+        for (int i = 0; i < ROUNDED; i += 8, weight += OF_EIGHT * UNIT * BYTES) {
+            each<8 / OF_LANE<Number>>([&](auto turn) ALWAYS_INLINE {
+                each<parts>([&](auto part) ALWAYS_INLINE {
+                    const Number* const none = nullptr;
+                    const Words weights = of_turn<bits, turn>(weight + part * WIDTH, none);
+                    each<rows>([&](auto r) ALWAYS_INLINE {
+                        const Number* own = row[r][place].values + i + OF_LANE<Number> * turn;
+                        sums[r * parts + part].add(weights, own);
+                    });
+                });
+            });
+            each<rows * parts>([&](auto at) ALWAYS_INLINE { sums[at].settle(i + 8); });
+        }
+    }
+
+    template <class T>
+    void write(Vec<float> total, int64_t row, int64_t output) const {
+        T* out = static_cast<T*>(call.out) + row * call.out_features;
+        write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
+    }
+};
+
+template <class Number>
+struct RoundedProduct {
+    const RoundedCall<Call, Number>& call;
+
+    explicit RoundedProduct(const RoundedCall<Call, Number>& call) : call(call) {}
+    int64_t tasks() const {
+        return call.bits == 4 ? RoundedLinear<4, Number>(call).tasks() : RoundedLinear<8, Number>(call).tasks();
+    }
+    void task(int64_t at) const {
+        if (call.bits == 4) RoundedLinear<4, Number>(call).task(at);
+        else RoundedLinear<8, Number>(call).task(at);
+    }
+};
