@@ -13,7 +13,8 @@ from linear_shapes import LEADING, SIZES
 from torch import nn
 
 import jackfield
-from jackfield.errors import PlanError
+from jackfield.bridge import layers
+from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.kernel.many_rows import ROWS
 from jackfield_plugins.kernel.onednn_linear import OneDnnLinear, linear_of
 
@@ -112,3 +113,20 @@ def test_tokens_are_the_same(family: str, cache: str) -> None:
 def test_what_it_is_not_for_is_refused_by_name(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         jackfield.plan("demo", kernels="onednn-linear", **({"dtype": torch.float32} | asked))
+
+
+@pytest.mark.parametrize("inner", [16, 896, 8192])
+@torch.no_grad()
+def test_sums_in_the_order_of_the_inputs_are_no_fault(inner: int) -> None:
+    """Their errors grow with the root of their number: what is allowed must, too."""
+    module = nn.Linear(inner, 700)
+
+    def one_after_the_other(rows: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(*rows.shape[:-1], 700)
+        for at in range(inner):
+            found += rows[..., at, None] * module.weight[:, at]
+        return found + module.bias
+
+    layers._compare("it", module, one_after_the_other)  # type: ignore[arg-type]
+    with pytest.raises(ExecutionError, match="does not compute what Linear does"):
+        layers._compare("it", module, lambda rows: module(rows.bfloat16().float()))  # type: ignore[arg-type]

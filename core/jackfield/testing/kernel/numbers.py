@@ -104,8 +104,8 @@ def extreme(dtype: torch.dtype) -> Iterator[Rows]:
 def held(layer: Layer, given: torch.Tensor) -> float:
     """Call the kernel; how far it is off, as a share of what rounding may be.
 
-    A row may be off by four times what the layer itself is, and by some roundings of its largest
-    number. Raises WrongError.
+    A row may be off by four times what the layer itself is, by some roundings of its largest
+    number, and by what a sum in float32 of one number after the other is off by. Raises WrongError.
     """
     with torch.inference_mode():
         own = layer.module(given)
@@ -115,7 +115,8 @@ def held(layer: Layer, given: torch.Tensor) -> float:
     scale = exact.abs().amax(-1)
     # Layers of transformers compute in float32, also in float64.
     eps = max(torch.finfo(dtype).eps for dtype in (layer.dtype, torch.float32))
-    allowed = 4 * (own - exact).abs().amax(-1) + 8 * eps * scale
+    summed = given.shape[-1] ** 0.5 / 4 * torch.finfo(torch.float32).eps
+    allowed = 4 * (own - exact).abs().amax(-1) + (8 * eps + summed) * scale
     off = (found - exact).abs().amax(-1)
     if (bad := ~(off <= allowed)).any():
         at = tuple(int(i) for i in bad.nonzero()[0])
