@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from jackfield.bridge.image_encoder import Features
 from jackfield.bridge.image_steps import Row, Shown, blocks_of
+from jackfield.engine import step_images
 from jackfield.engine.batch_limits import BatchLimits
 from jackfield.engine.prompt_images import PromptImages
-from jackfield.engine.step_images import whole_blocks
+from jackfield.engine.step_images import KeptFeatures, whole_blocks
 from jackfield.errors import ExecutionError
 
 
@@ -108,3 +110,19 @@ def test_how_long_an_image_may_be() -> None:
     assert limits.cuts(32) is None
     assert "prefill_chunk_size is 32" in str(limits.cuts(33))
     assert "max_batch_tokens is 64" in str(replace(limits, prefill_chunk_size=None).cuts(65))
+
+
+def test_features_that_were_used_last_are_kept_up_to_so_many_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_images, "KEPT_BYTES", 100)
+    kept = KeptFeatures()
+    for name in (b"a", b"b"):
+        kept.keep(name, Features(torch.zeros(10)))
+    assert kept.find(b"a") is not None
+    kept.keep(b"c", Features(torch.zeros(10)))
+    assert [name for name in (b"a", b"b", b"c") if kept.find(name) is not None] == [b"a", b"c"]
+    assert kept.num_bytes == 80
+    kept.keep(b"large", Features(torch.zeros(26)))
+    assert not any(map(kept.find, (b"a", b"c", b"large")))
+    assert kept.num_bytes == 0

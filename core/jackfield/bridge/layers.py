@@ -182,8 +182,8 @@ def _forwards(
 def _compare(registered: Registered, module: nn.Module, forward: Callable[..., Any]) -> None:
     """Refuse a kernel whose numbers differ from the layer's in float64 by more than rounding.
 
-    That is twice what the layer's own do, a few roundings of the largest, as the layer may have been
-    lucky, and what a sum in float32 of one product after the other is off by.
+    That is twice what the layer's own do, a few roundings of the largest, as the layer may have
+    been lucky, and what a sum in float32 of one product after the other is off by.
     """
     parameter, draw = next(module.parameters()), torch.Generator().manual_seed(0)
     rows = torch.randn(sum(_ROWS), parameter.shape[-1], generator=draw)

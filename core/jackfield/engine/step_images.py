@@ -29,8 +29,7 @@ ALONE_SECONDS = 0.2
 class KeptFeatures:
     """What the model said of the images that came last, up to so many bytes."""
 
-    def __init__(self, most: int = KEPT_BYTES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._held: OrderedDict[bytes, Features] = OrderedDict()
         self.num_bytes = 0
 
@@ -43,7 +42,7 @@ class KeptFeatures:
     def keep(self, digest: bytes, features: Features) -> None:
         self._held[digest] = features
         self.num_bytes += features.nbytes
-        while self.num_bytes > self._most:
+        while self.num_bytes > KEPT_BYTES:
             _, gone = self._held.popitem(last=False)
             self.num_bytes -= gone.nbytes
 
