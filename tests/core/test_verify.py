@@ -175,12 +175,12 @@ def test_a_compiler_that_gives_the_first_logits_is_named(plug: Plugs) -> None:
         engine.generate(PROMPTS[:1], max_new_tokens=6)
 
 
-def test_a_kernel_that_is_right_on_small_numbers_is_named(plug: Plugs) -> None:
-    told = said(build("llama", torch.float32), kernels=plug(clipping()))
+def test_a_kernel_that_is_right_on_few_rows_is_named(plug: Plugs) -> None:
+    told = said(build("llama", torch.float32), kernels=plug(right_on_few_rows()))
     assert "kernel 'wrong' of stranger 1.2: verify: queries of layer" in told
 
 
-def clipping() -> Kernel:
+def right_on_few_rows() -> Kernel:
     class Wrong(Kernel):
         name = "wrong"
         capabilities = KernelCapabilities(devices=frozenset({"cpu"}))
@@ -191,7 +191,7 @@ def clipping() -> Kernel:
         def bind(self, context: Any) -> FusedLayer:
             def make(module: Any) -> Any:
                 own = type(module).forward
-                return lambda states: own(module, states) * (1.5 if states.ndim == 3 else 1)
+                return lambda x: own(module, x) * (1.5 if x[..., 0].numel() > 6 else 1)
 
             return FusedLayer(make)
 

@@ -13,7 +13,7 @@ from linear_shapes import LEADING, SIZES
 from torch import nn
 
 import jackfield
-from jackfield.bridge import layers
+from jackfield.bridge import layer_proof
 from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.kernel.many_rows import ROWS
 from jackfield_plugins.kernel.onednn_linear import OneDnnLinear, linear_of
@@ -127,6 +127,6 @@ def test_sums_in_the_order_of_the_inputs_are_no_fault(inner: int) -> None:
             found += rows[..., at, None] * module.weight[:, at]
         return found + module.bias
 
-    layers._compare("it", module, one_after_the_other)  # type: ignore[arg-type]
+    layer_proof.compare("it", module, one_after_the_other)  # type: ignore[arg-type]
     with pytest.raises(ExecutionError, match="does not compute what Linear does"):
-        layers._compare("it", module, lambda rows: module(rows.bfloat16().float()))  # type: ignore[arg-type]
+        layer_proof.compare("it", module, lambda rows: module(rows.bfloat16().float()))  # type: ignore[arg-type]

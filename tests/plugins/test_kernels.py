@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from families import build, prompts
 from torch import nn
 
 import jackfield
-from jackfield.bridge.layers import _compare
+from jackfield.bridge.layer_proof import compare
 from jackfield.cli import run
 from jackfield.errors import ExecutionError, JackfieldError, PlanError
 from jackfield_plugins.hub_kernels import KernelRefused
@@ -186,12 +187,12 @@ def test_a_layer_is_tried_in_a_process_that_begins_anew(
 
 def test_the_comparison_tells_rounding_from_another_function() -> None:
     norm = next(m for m in build("llama", torch.bfloat16).modules() if is_rms_norm(m))
-    _compare("it", norm, norm)  # type: ignore[arg-type]
-    _compare("it", norm, lambda x: norm.double()(x.double()).to(x.dtype))  # type: ignore[arg-type]
-    norm = norm.to(torch.bfloat16)
+    compare("it", norm, norm)  # type: ignore[arg-type]
+    exact = copy.deepcopy(norm).double()
+    compare("it", norm, lambda x: exact(x.double()).to(x.dtype))  # type: ignore[arg-type]
     for other in (lambda x: norm(x) * 1.1, lambda x: norm(x) + float("nan"), lambda x: norm(x)[:1]):
         with pytest.raises(ExecutionError):
-            _compare("it", norm, other)  # type: ignore[arg-type]
+            compare("it", norm, other)  # type: ignore[arg-type]
 
 
 def test_on_the_command_line(hub: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.nn.functional import linear
 
+from jackfield.bridge.layer_proof import prove
 from jackfield.contracts import BindContext, FusedLayer
 from jackfield.errors import ExecutionError, PlanError, PluginError, first_line, quoted
 from jackfield.guarded import fault, guarded
@@ -21,10 +20,6 @@ from jackfield.registry.backends import Choice, Registered
 from jackfield.spelling import AUTO
 
 logger = logging.getLogger("jackfield")
-
-_ROWS = (1, 2, 5)  # of the random inputs on which both are compared
-_ROUNDINGS = 4
-_AT_ONCE = 1 << 22  # weights of a linear in float64: 32 MiB
 
 
 class Layers:
@@ -157,8 +152,7 @@ def bind_layers(
 def _forwards(
     registered: Registered, fused: FusedLayer, modules: Sequence[nn.Module]
 ) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The functions that stand in for the layers' own; each kind of layer is compared."""
-    compared: set[tuple[type, torch.Size]] = set()
+    """The functions that stand in for the layers' own, proven."""
     found = []
     for module in modules:
         if "forward" in vars(module):
@@ -170,72 +164,9 @@ def _forwards(
             forward = fused.make(module)
         if not callable(forward):
             raise fault(registered, f"make must return a function, got {quoted(forward)}")
-        key = (type(module), next(module.parameters()).shape)
-        if key not in compared:
-            _compare(registered, module, forward)
-            compared.add(key)
         found.append((module, forward))
+    prove(registered, found)
     return found
-
-
-@torch.no_grad()
-def _compare(registered: Registered, module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Refuse a kernel whose numbers differ from the layer's in float64 by more than rounding.
-
-    That is twice what the layer's own do, a few roundings of the largest, as the layer may have
-    been lucky, and what a sum in float32 of one product after the other is off by.
-    """
-    parameter, draw = next(module.parameters()), torch.Generator().manual_seed(0)
-    rows = torch.randn(sum(_ROWS), parameter.shape[-1], generator=draw)
-    given = rows.to(parameter.device, parameter.dtype).split(_ROWS)
-    exact = _in_float64(module, given)
-    for some, due in zip(given, exact, strict=True):
-        own = module(some).double()
-        with guarded(registered, f"its function in the place of {type(module).__name__}"):
-            new = forward(some.clone()).double()
-        _hold(registered, module, own, due, new)
-
-
-def _in_float64(module: nn.Module, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """What a layer says of each of `given` in float64. Of a linear a few outputs at a time: the
-    weights of an output head may take more, four times as wide, than there is room for.
-    """
-    wide = [some.double() for some in given]
-    if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
-        rows, bias = torch.cat(wide), module._parameters["bias"]
-        count = max(1, _AT_ONCE // max(1, module.weight.shape[1]))
-        found = []
-        for at in range(0, len(module.weight), count):
-            part = slice(at, at + count)
-            more = None if bias is None else bias[part].double()
-            found.append(linear(rows, module.weight[part].double(), more))
-        return list(torch.cat(found, -1).split(_ROWS))
-    own = (*module.named_parameters(), *module.named_buffers())
-    numbers = {name: one.double() if one.is_floating_point() else one for name, one in own}
-    return [functional_call(module, numbers, some).double() for some in wide]
-
-
-def _hold(
-    registered: Registered,
-    module: nn.Module,
-    own: torch.Tensor,
-    exact: torch.Tensor,
-    new: torch.Tensor,
-) -> None:
-    if new.shape != own.shape:
-        raise ExecutionError(f"{registered} gives {list(new.shape)}, and {list(own.shape)} is due")
-    scale = exact.abs().max()
-    parameter = next(module.parameters())
-    eps = torch.finfo(parameter.dtype).eps
-    # Each of n sums is rounded; their errors grow with the root of n, to a quarter of it at most.
-    summed = parameter.shape[-1] ** 0.5 / 4 * min(eps, torch.finfo(torch.float32).eps)
-    allowed = 2 * (own - exact).abs().max() + (_ROUNDINGS * eps + summed) * scale
-    off = (new - exact).abs().max()
-    if not off <= allowed:
-        raise ExecutionError(
-            f"{registered} does not compute what {type(module).__name__} does: it is off by "
-            f"{off:.2g}, where {allowed:.2g} is due to rounding"
-        )
 
 
 def _names(forwards: Sequence[tuple[nn.Module, Any]]) -> str:

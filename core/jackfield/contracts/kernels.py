@@ -68,11 +68,12 @@ class Kernel(Recordable):
     Layers that it replaces have a parameter, and take one tensor whose last dimension is that of
     the first parameter.
 
-    Violations: the first layer of each class and shape is compared with the kernel, on 1, 2 and 5
-    random rows. An output of another shape, or one that is further from the layer's own in float64
-    than twice the layer's rounding and a little, is an ExecutionError when the model is loaded, and
-    a warning where `auto` chose it, which then goes on without. Errors with other inputs are not
-    detected. Calls are counted. Where steps are recorded whole, it has to be `recordable`.
+    Violations: the first layer of each class and shapes of parameters is compared with the kernel,
+    on 1, 2, 5 and 2 x 3 random rows; then each layer with its own, on 5. An output of another shape
+    or dtype, or one that is further from the layer's own in float64 than twice the layer's rounding
+    and a little, or an input that was written into, is an ExecutionError when the model is loaded,
+    and a warning where `auto` chose it, which then goes on without. Errors with other inputs are
+    not detected. Calls are counted. Where steps are recorded whole, it has to be `recordable`.
     """
 
     kind: ClassVar[str] = "kernel"

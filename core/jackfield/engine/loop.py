@@ -272,8 +272,8 @@ class Loop:
                 continue
             if len({s.unit or s for s in self.running}) == 1:
                 raise CacheFullError(
-                    f"the cache is too small for a sequence of {len(self.running[0].tokens)} "
-                    "tokens alone; make it larger"
+                    f"{self.cache} has no room for a sequence of {len(self.running[0].tokens)} "
+                    "tokens, when nothing else runs; make it larger"
                 )
             self._preempt(max(self.running, key=lambda s: (-s.settings.priority, s.id)).answer)
 

@@ -1,7 +1,7 @@
 // Activations rounded to whole numbers, 32 that share a scale, and their products with whole numbers, whose sums are
 // exact: of bytes, as llama.cpp's Q8_0 rounds them, four in one instruction (VPDPBUSD); or of 16 bits, two in one
 // (VPMADDWD), for activations in bfloat16 where the machine cannot multiply these. Of 16 bits an activation is off by
-// 2^-16 of the largest of its 32 at most, which in bfloat16 is itself off by up to 2^-9.
+// 2^-16 of the largest of its 32 at most, which in bfloat16 is itself off by up to 2^-9; 32 below 2^-100 are nothing.
 #pragma once
 #include <vector>
 
