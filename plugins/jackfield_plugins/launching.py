@@ -17,6 +17,10 @@ ALIGNMENT = 16
 Run = Callable[..., None]
 
 
+#: The first GPUs on which a kernel can begin while the one before it still runs.
+_OVERLAPPING = (9, 0)
+
+
 def is_compiled(kernel: Any) -> bool:
     """Whether a kernel runs on a GPU; decided when it was defined, not when it is called."""
     return isinstance(kernel, triton.runtime.JITFunction)
@@ -37,6 +41,31 @@ def ready(kernel: Any, types: Mapping[str, Any], fixed: Mapping[str, Any], **opt
 
     def run(grid: tuple[int, int, int], *given: Any) -> None:
         compiled[grid](*given, *tail)
+
+    return run
+
+
+def overlapping(
+    kernel: Any,
+    types: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    device: torch.device,
+    **options: int,
+) -> Run:
+    """`kernel`, compiled for `device`; in recordings it begins while the one before still runs.
+
+    Its constant `EARLY` says whether it does, and has to wait for that by itself then. What it
+    reads before it waits are weights, which nobody writes in a recording; one by one, kernels begin
+    when all before is done. (CUDA: programmatic dependent launch.)
+    """
+    with on(device):
+        alone = ready(kernel, types, {**fixed, "EARLY": False}, **options)
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < _OVERLAPPING:
+            return alone
+        beside = ready(kernel, types, {**fixed, "EARLY": True}, launch_pdl=True, **options)
+
+    def run(grid: tuple[int, int, int], *given: Any) -> None:
+        (beside if torch.cuda.is_current_stream_capturing() else alone)(grid, *given)
 
     return run
 

@@ -83,6 +83,7 @@ class FakeCuda:
             "memory_allocated": lambda device=None: self.of(device).allocated,
             "get_device_capability": lambda device=None: self.of(device).capability,
             "get_device_properties": self.properties,
+            "is_current_stream_capturing": lambda: False,
         }
         for name, answer in said.items():
             patch.setattr(torch.cuda, name, answer)

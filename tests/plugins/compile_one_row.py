@@ -24,7 +24,13 @@ def main() -> None:
     kernels, dtypes = (linear_kernel, gated_kernel), ("bf16", "fp16", "fp32")
     for kernel, dtype, capability in itertools.product(kernels, dtypes, (80, 90, 100)):
         for each, block, size in SHAPES:
-            fixed = {"SIZE": size, "OTHER": True, "OUT": each, "BLOCK": block}
+            fixed = {
+                "SIZE": size,
+                "OTHER": True,
+                "OUT": each,
+                "BLOCK": block,
+                "EARLY": capability >= 90,
+            }
             names = kernel.arg_names
             kinds = {name: "constexpr" if name in fixed else f"*{dtype}" for name in names}
             source = ASTSource(

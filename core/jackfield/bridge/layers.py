@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from jackfield.bridge.layer_proof import prove
-from jackfield.contracts import BindContext, FusedLayer
+from jackfield.bridge.rotary import prove_rotation, rotating_by
+from jackfield.contracts import BindContext, FusedLayer, FusedRotary
 from jackfield.errors import ExecutionError, PlanError, PluginError, first_line, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Choice, Registered
@@ -26,7 +27,10 @@ class Layers:
     """One kernel in a model. `calls` counts those of its layers; `replaced` is how many it has."""
 
     def __init__(
-        self, registered: Registered, fused: FusedLayer, modules: Sequence[nn.Module]
+        self,
+        registered: Registered,
+        fused: FusedLayer | FusedRotary,
+        modules: Sequence[nn.Module],
     ) -> None:
         self.registered = registered
         self.calls = 0
@@ -150,23 +154,31 @@ def bind_layers(
 
 
 def _forwards(
-    registered: Registered, fused: FusedLayer, modules: Sequence[nn.Module]
+    registered: Registered, fused: FusedLayer | FusedRotary, modules: Sequence[nn.Module]
 ) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """The functions that stand in for the layers' own, proven."""
-    found = []
-    for module in modules:
-        if "forward" in vars(module):
-            raise ExecutionError(
-                f"{registered} would replace a {type(module).__name__} whose forward somebody else "
-                "has replaced; undo that first"
-            )
-        with guarded(registered, f"make for {type(module).__name__}"):
-            forward = fused.make(module)
-        if not callable(forward):
-            raise fault(registered, f"make must return a function, got {quoted(forward)}")
-        found.append((module, forward))
-    prove(registered, found)
-    return found
+    found = [(module, _made(registered, fused, module)) for module in modules]
+    if isinstance(fused, FusedLayer):
+        prove(registered, found)
+        return found
+    for module, rotation in found:
+        prove_rotation(registered, module, rotation)
+    return [(module, rotating_by(module, rotation)) for module, rotation in found]
+
+
+def _made(
+    registered: Registered, fused: FusedLayer | FusedRotary, module: nn.Module
+) -> Callable[..., Any]:
+    if "forward" in vars(module):
+        raise ExecutionError(
+            f"{registered} would replace a {type(module).__name__} whose forward somebody else "
+            "has replaced; undo that first"
+        )
+    with guarded(registered, f"make for {type(module).__name__}"):
+        made = fused.make(module)
+    if not callable(made):
+        raise fault(registered, f"make must return a function, got {quoted(made)}")
+    return made
 
 
 def _names(forwards: Sequence[tuple[nn.Module, Any]]) -> str:

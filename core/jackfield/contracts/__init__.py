@@ -30,7 +30,13 @@ from jackfield.contracts.decoding import (
     Strategy,
     TokenLogprob,
 )
-from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
+from jackfield.contracts.kernels import (
+    FusedLayer,
+    FusedRotary,
+    Kernel,
+    KernelCapabilities,
+    rotary_of,
+)
 from jackfield.contracts.kv_cache import KVCache, PackedKVCache, PaddedCache
 from jackfield.contracts.model_inputs import CacheUsage, FixedStep, ModelInputs
 from jackfield.contracts.native import Native, NativeCall, NativeOperators
@@ -86,6 +92,7 @@ __all__ = [
     "DraftSettings",
     "FixedStep",
     "FusedLayer",
+    "FusedRotary",
     "GivenConfig",
     "Hypothesis",
     "KVCache",
@@ -128,6 +135,7 @@ __all__ = [
     "known",
     "kv_bytes",
     "quieted",
+    "rotary_of",
 ]
 
 #: kind -> the base class that its backends derive from

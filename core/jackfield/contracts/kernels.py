@@ -1,4 +1,4 @@
-"""The kernel kind: a fused layer in the place of one of the model's own."""
+"""The kernel kind: what takes the place of a model's own layers, or of how they rotate."""
 
 from __future__ import annotations
 
@@ -62,22 +62,63 @@ class FusedLayer:
     source: str | None = None
 
 
-class Kernel(Recordable):
-    """A fused layer in the place of the model's own.
+@dataclass(frozen=True)
+class FusedRotary:
+    """What takes the place of the function by which attention layers rotate queries and keys.
 
-    Layers that it replaces have a parameter, and take one tensor whose last dimension is that of
-    the first parameter.
+    It stands in for `apply_rotary_pos_emb`, as the module in which a layer's class is written has
+    it, in the layers that a kernel `fits` and in no others; `rotary_of` finds it.
+
+    Attributes:
+        make: `make(module)` returns the function, which is called as the layer calls its own:
+            `q` `[batch, heads, tokens, size]`, `k` `[batch, key heads, tokens, size]`, `cos` and
+            `sin` `[batch, tokens, turned]`, of the layer's dtype or wider, and whatever more the
+            layer gives. `turned` is `size`, or less where a part of a head is rotated. It returns
+            `q` and `k` rotated, in the same shapes, and changes no input. Tensors may have any
+            strides.
+        source: Says in reports whose kernel it is.
+    """
+
+    make: Callable[[nn.Module], Callable[..., Any]]
+    source: str | None = None
+
+
+#: What `FusedRotary` stands in for, by its name in the modules of transformers.
+ROTARY = "apply_rotary_pos_emb"
+
+
+def rotary_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function by which a layer rotates queries and keys; None where it calls none by name.
+
+    Args:
+        module: Any module of a model; for reading.
+    """
+    forward = type(module).forward
+    code = getattr(forward, "__code__", None)
+    if code is None or ROTARY not in code.co_names:
+        return None
+    found: Callable[..., Any] | None = forward.__globals__.get(ROTARY)
+    return found
+
+
+class Kernel(Recordable):
+    """A fused layer in the place of the model's own, or a rotation in the place of a layer's.
+
+    Layers that a `FusedLayer` replaces have a parameter, and take one tensor whose last dimension
+    is that of the first parameter. Those of a `FusedRotary` call `apply_rotary_pos_emb`.
 
     Violations: the first layer of each class and shapes of parameters is compared with the kernel,
     on 1, 2, 5 and 2 x 3 random rows; then each layer with its own, on 5. An output of another shape
     or dtype, or one that is further from the layer's own in float64 than twice the layer's rounding
     and a little, or an input that was written into, is an ExecutionError when the model is loaded,
-    and a warning where `auto` chose it, which then goes on without. Errors with other inputs are
-    not detected. Calls are counted. Where steps are recorded whole, it has to be `recordable`.
+    and a warning where `auto` chose it, which then goes on without. A rotation is held to the
+    layer's own function in the same way, for each layer: 1, 2 and 5 tokens, two texts of 3, the
+    layer's heads, all of a head turned and half of it. Errors with other inputs are not detected.
+    Calls are counted. Where steps are recorded whole, it has to be `recordable`.
     """
 
     kind: ClassVar[str] = "kernel"
-    bound: ClassVar[tuple[type, ...]] = (FusedLayer,)
+    bound: ClassVar[tuple[type, ...]] = (FusedLayer, FusedRotary)
     capabilities: ClassVar[KernelCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
@@ -128,8 +169,10 @@ class Kernel(Recordable):
         """
 
     @abstractmethod
-    def bind(self, context: BindContext) -> FusedLayer:
-        """Return what takes the place of layers. Called once a model, when its weights are there.
+    def bind(self, context: BindContext) -> FusedLayer | FusedRotary:
+        """Return what takes the place of layers, or of how they rotate.
+
+        Called once a model, when its weights are there.
 
         Args:
             context: `model` on its device. The engine puts the functions in, not `bind`.

@@ -17,12 +17,15 @@ Rows of a tile are (query, query head) pairs: the query heads of one key/value h
 so that its keys and values are read once for the group; `CHUNK` of them in each of several tiles
 where a group is too large. Row r is query r // CHUNK and head r % CHUNK of the chunk. `query` and
 `out` are contiguous. Offsets into the pools are 64 bits wide: a pool may exceed 2³¹ elements.
+
+With `EARLY` a program begins while the kernel before it still runs, and waits for it.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -74,34 +77,44 @@ def _attend(
     VALUE_SLOT: tl.constexpr, USE_SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, DOT: tl.constexpr,
+    ALL: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys at positions low … high - 1 of one sequence into maximum, sum and output.
 
     Rows are at `positions`, `behind` is the one behind the last key that each of them sees.
     `keys` and `values` point at the key/value head, `table` at the sequence's row of the block
-    table, whose first page holds position `first`. `WINDOW` 0 is none.
+    table, whose first page holds position `first`. `WINDOW` 0 is none. With `ALL` they are whole
+    blocks, and every row sees all of them.
     """
     d = tl.arange(0, BLOCK_D)
     v = tl.arange(0, BLOCK_V)
     for start in range(low, high, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
-        inside = at < high
+        inside = (at < high) | ALL
         slot = at - first
-        page = tl.load(table + slot // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        k_row = page * KEY_PAGE + (slot % PAGE_SIZE) * KEY_SLOT
-        v_row = page * VALUE_PAGE + (slot % PAGE_SIZE) * VALUE_SLOT
+        if ALL and PAGE_SIZE % BLOCK_N == 0:  # which is all in one page
+            page = tl.load(table + (start - first) // PAGE_SIZE).to(tl.int64)
+            slot = (start - first) % PAGE_SIZE + tl.arange(0, BLOCK_N)
+        else:
+            page = tl.load(table + slot // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            slot = slot % PAGE_SIZE
+        k_row = page * KEY_PAGE + slot * KEY_SLOT
+        v_row = page * VALUE_PAGE + slot * VALUE_SLOT
         k = tl.load(
             keys + k_row[None, :] + d[:, None],
             mask=inside[None, :] & (d[:, None] < HEAD_DIM),
             other=0.0,
         )
         s = _scores(q, k.to(DOT), scale, softcap, USE_SOFTCAP, highest.dtype)
-        seen = inside[None, :] & (at[None, :] < behind[:, None])
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > positions[:, None] - WINDOW)
-        s = tl.where(seen, s, float("-inf"))
+        if not ALL:
+            seen = inside[None, :] & (at[None, :] < behind[:, None])
+            if WINDOW > 0:
+                seen = seen & (at[None, :] > positions[:, None] - WINDOW)
+            s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(highest, tl.max(s, 1))
-        subtrahend = tl.where(new == float("-inf"), 0.0, new)
+        subtrahend = new
+        if not ALL:
+            subtrahend = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - subtrahend[:, None])
         fade = tl.exp2(highest - subtrahend)
         total = total * fade + tl.sum(p, 1)
@@ -170,12 +183,24 @@ def paged_prefill(
         behind = tl.load(ends + start + offset, mask=valid, other=0)
         high = tl.max(behind)
     highest, total, acc = _start(sinks, heads, 0, USE_SINKS, BLOCK_M, BLOCK_V, COMPUTE)
+    if WINDOW == 0:
+        # Keys up to the tile's first query are seen by all of its rows (`ends` are never before a
+        # token's own place): masks are a third of the time of a long prompt.
+        whole = low + (earlier + begin + 1 - low) // BLOCK_N * BLOCK_N
+        highest, total, acc = _attend(
+            q.to(DOT), earlier + offset, behind, low, whole, oldest,
+            block_table + sequence.to(tl.int64) * table_row,
+            keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD, highest, total, acc,
+            scale, softcap, KEY_PAGE, KEY_SLOT, VALUE_PAGE, VALUE_SLOT, USE_SOFTCAP, WINDOW,
+            PAGE_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT, True,
+        )  # fmt: skip
+        low = whole
     highest, total, acc = _attend(
         q.to(DOT), earlier + offset, behind, low, high, oldest,
         block_table + sequence.to(tl.int64) * table_row,
         keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD, highest, total, acc,
         scale, softcap, KEY_PAGE, KEY_SLOT, VALUE_PAGE, VALUE_SLOT, USE_SOFTCAP, WINDOW, PAGE_SIZE,
-        HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT,
+        HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT, False,
     )  # fmt: skip
     v = tl.arange(0, BLOCK_V)
     tl.store(
@@ -196,6 +221,7 @@ def paged_decode(
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr, DOT: tl.constexpr,
     QUERIES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Up to `QUERIES` queries of one sequence and one chunk of heads, over one split of its keys.
 
@@ -204,6 +230,9 @@ def paged_decode(
     `[splits, sequences, QUERIES, heads, VALUE_DIM]`, and the base-2 log-sum-exp of its scores to
     `lse` `[splits, sequences, QUERIES, heads]`, -inf where it saw no key (its part is not written).
     """
+    if EARLY:  # also where there is nothing to do: who waits for this waits for all before it
+        gdc_launch_dependents()
+        gdc_wait()
     CHUNKS: tl.constexpr = (GROUP + CHUNK - 1) // CHUNK
     kv_head = tl.program_id(0) // CHUNKS
     sequence = tl.program_id(1)
@@ -239,7 +268,7 @@ def paged_decode(
         block_table + sequence.to(tl.int64) * table_row,
         keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD, highest, total, acc,
         scale, softcap, KEY_PAGE, KEY_SLOT, VALUE_PAGE, VALUE_SLOT, USE_SOFTCAP, WINDOW, PAGE_SIZE,
-        HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT,
+        HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT, False,
     )  # fmt: skip
     v = tl.arange(0, BLOCK_V)
     inside = valid[:, None] & (v[None, :] < VALUE_DIM)
@@ -268,12 +297,16 @@ def paged_decode(
 def sum_splits(
     parts, lse, out, cu_seqlens_q, queries, num_splits,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query and one head, weighed by the share of the sum that each has.
 
     Grid (heads, sequences × queries, blocks of the output). `parts` and `lse` as `paged_decode` has
     written them, with `queries` for its `QUERIES`.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     row = tl.program_id(1)
     sequence = row // queries

@@ -20,7 +20,6 @@ from jackfield_plugins.attention.triton.variants import (
     Variants,
     interpreted,
 )
-from jackfield_plugins.devices import on
 from jackfield_plugins.launching import aligned, launch
 
 #: How many steps' grids are kept: one for each kind of layer of a model, and some to spare.
@@ -66,9 +65,7 @@ class PagedAttention:
         """The kernels for layers of this shape; compiled on the first call."""
         found = self._variants.get((device, shape))
         if found is None:
-            with on(device):  # Triton compiles for the current one
-                found = Variants(shape, self._tile)
-            self._variants[device, shape] = found
+            found = self._variants[device, shape] = Variants(shape, device, self._tile)
         return found
 
     def __call__(

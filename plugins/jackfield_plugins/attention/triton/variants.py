@@ -29,7 +29,8 @@ from jackfield_plugins.attention.triton.tiles import (
     max_decode_rows,
     tile_for,
 )
-from jackfield_plugins.launching import Run, is_compiled, ready
+from jackfield_plugins.devices import on
+from jackfield_plugins.launching import Run, is_compiled, overlapping, ready
 
 
 class Shape(NamedTuple):
@@ -130,12 +131,14 @@ def decode_of(shape: Shape, queries: int, tile: Tile | None = None) -> Variant:
     chunk = triton.cdiv(shape.group, chunks)
     rows = _block(queries * chunk)
     own = {"QUERIES": queries, "CHUNK": chunk, "BLOCK_M": rows, "BLOCK_N": tile.keys}
+    own["EARLY"] = False
     return Variant(paged_decode, fixed | own, tile, chunks)
 
 
 def sum_of(shape: Shape) -> Variant:
     block = min(128, _block(shape.value_dim))
     fixed = {"VALUE_DIM": shape.value_dim, "BLOCK_V": block, "MAX_SPLITS": MAX_SPLITS}
+    fixed["EARLY"] = False
     return Variant(sum_splits, fixed, Tile(1, 1, 4, 1))
 
 
@@ -151,13 +154,14 @@ def argument_type(shape: Shape, name: str) -> Any:
 
 
 class Variants:
-    """The kernels for one shape of layers, compiled here and now for the current device.
+    """The kernels for one shape of layers, compiled here and now for a device.
 
     `decode` takes sequences of up to as many queries as its key says: 1, or `limit`.
     """
 
-    def __init__(self, shape: Shape, tile: Tile | None = None) -> None:
+    def __init__(self, shape: Shape, device: torch.device, tile: Tile | None = None) -> None:
         self.shape = shape
+        self._device = device
         self.limit = decode_limit(shape.group, *shape.widest)
         self._tile = tile
         prefill = prefill_of(shape, tile)
@@ -181,4 +185,8 @@ class Variants:
         kernel, fixed, tile, _ = variant
         names = getattr(kernel, "arg_names", ())
         types = {name: argument_type(self.shape, name) for name in names if name not in fixed}
-        return ready(kernel, types, fixed, num_warps=tile.warps, num_stages=tile.stages)
+        sizes = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if fixed.get("QUERIES", 1) == 1 and "EARLY" in fixed:  # which steps are recorded with
+            return overlapping(kernel, types, fixed, self._device, **sizes)
+        with on(self._device):  # Triton compiles for the current one
+            return ready(kernel, types, fixed, **sizes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jackfield.contracts import PackedLayer, PackedStep, PageTables, StepBlock
 from jackfield_plugins.cache.paged.pages import PageAllocator
 from jackfield_plugins.cache.paged.pools import NO_TABLES, Pools
-from jackfield_plugins.cache.paged.storing import StepSlots, StoredStates
+from jackfield_plugins.cache.paged.storing import StepSlots, StoredStates, on_gpu
 from jackfield_plugins.cache.paged.swapping import HostPages, PageSwap, swap_on
 from jackfield_plugins.cache.paged.tables import CachedTable, CachedTensor, Table
 
@@ -266,8 +266,9 @@ class LayerGroup:
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         """Store `[tokens, kv_heads, head_dim]` of this step; returns what to attend to."""
         layer = self.pools.layer(index, self.capacity, self.now, keys, values)
-        layer.flat_keys.index_copy_(0, self.targets, keys)
-        layer.flat_values.index_copy_(0, self.targets, values)
+        if not (on_gpu.available(keys.device) and on_gpu.stored(layer, self.targets, keys, values)):
+            layer.flat_keys.index_copy_(0, self.targets, keys)
+            layer.flat_values.index_copy_(0, self.targets, values)
         return layer
 
     def native_write(

@@ -21,6 +21,7 @@ from jackfield_plugins.cache.paged.layout import StepLayout
 from jackfield_plugins.cache.paged.pages import OutOfPagesError
 from jackfield_plugins.cache.paged.prefixes import PrefixKeys
 from jackfield_plugins.cache.paged.room import Room
+from jackfield_plugins.cache.paged.storing import on_gpu
 from jackfield_plugins.cache.paged.swapped import SwappedSequences
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class PagedKVCache(PackedKVCache):
                     self._device,
                     room,
                 )
+                on_gpu.warm(self._device, getattr(torch, dtype), keys, values)
 
     def close(self) -> None:
         """Let go of the pools and of what was swapped out."""

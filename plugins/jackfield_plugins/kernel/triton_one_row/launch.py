@@ -11,11 +11,23 @@ import triton
 from torch import nn
 
 from jackfield_plugins.devices import on
-from jackfield_plugins.kernel.triton_one_row.kernels import gated_kernel, linear_kernel
-from jackfield_plugins.launching import Run, aligned, as_arguments, is_aligned, launch, ready
+from jackfield_plugins.kernel.triton_one_row.kernels import (
+    gated_kernel,
+    linear_kernel,
+    times_kernel,
+)
+from jackfield_plugins.launching import (
+    Run,
+    aligned,
+    as_arguments,
+    is_aligned,
+    launch,
+    overlapping,
+    ready,
+)
 
 _LARGEST = 2048  # numbers of the weight that a program reads at once
-_MANY = 1 << 14  # outputs; there are programs enough with two each
+_TIMES = 1024  # numbers of a program that multiplies what is between an MLP's products
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,17 +48,38 @@ def linear(module: nn.Linear) -> Forward:
 def gated(module: Any) -> Forward:
     """What `module`, a gated MLP, computes, `[..., in]` to `[..., in]`."""
     warm(gated_kernel, module.gate_proj.weight, other=True)
-    own = type(module).forward
+    if module.gate_proj.weight.is_cuda:
+        compiled_times(module.gate_proj.weight.device, module.gate_proj.weight.dtype)
 
     def forward(states: torch.Tensor) -> torch.Tensor:
         gate, up = module.gate_proj.weight, module.up_proj.weight
-        if not (fits(states, gate) and fits(states, up)):
-            found: torch.Tensor = own(module, states)
-            return found
-        inner: torch.Tensor = module.down_proj(product(gated_kernel, states, gate, up))
-        return inner
+        if fits(states, gate) and fits(states, up):
+            inner = product(gated_kernel, states, gate, up)
+        else:
+            inner = times(module.gate_proj(states), module.up_proj(states))
+        found: torch.Tensor = module.down_proj(inner)
+        return found
 
     return forward
+
+
+def times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SiLU of `gate` times `up`, of one shape, rounded as torch's two operations do."""
+    gate, up = aligned(gate.contiguous()), aligned(up.contiguous())
+    out = torch.empty_like(gate)
+    if gate.numel():
+        run = compiled_times(gate.device, gate.dtype)
+        given = as_arguments(times_kernel, gate, up, out)
+        grid = (-(-gate.numel() // _TIMES), 1, 1)
+        launch(run, gate.device, grid, *given, gate.numel())
+    return out
+
+
+@functools.cache
+def compiled_times(device: torch.device, dtype: torch.dtype) -> Run:
+    types: dict[str, Any] = {"gate": dtype, "up": dtype, "out": dtype, "count": 17}
+    with on(device):
+        return ready(times_kernel, types, {"BLOCK": _TIMES}, num_warps=4)
 
 
 def fits(states: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -90,14 +123,13 @@ def compiled(
 ) -> tuple[Run, int]:
     """`kernel` for a row of `size` numbers, and how many outputs a program has.
 
-    Found by measuring on an NVIDIA H200: one row of the weight for a program, two where there are
-    many outputs, or long rows.
+    Found by measuring on an NVIDIA H200: one row of the weight for a program, two where rows are
+    short.
     """
     block = min(_LARGEST, int(triton.next_power_of_2(size)))
-    each = 1 if block == _LARGEST and outputs < _MANY and size <= 2 * block else 2
+    each = 1 if block == _LARGEST else 2
     block = min(block, _LARGEST // each)
     types: dict[str, Any] = dict.fromkeys(("x", "weight", "other", "out"), dtype)
     types["outputs"] = outputs
     fixed = {"SIZE": size, "OTHER": other, "OUT": each, "BLOCK": block}
-    with on(device):
-        return ready(kernel, types, fixed, num_warps=4), each
+    return overlapping(kernel, types, fixed, device, num_warps=4), each

@@ -29,16 +29,11 @@ class TritonRmsNorm(TritonKernel):
         return is_rms_norm(module)
 
     def bind(self, context: BindContext) -> FusedLayer:
-        from jackfield_plugins.kernel.triton_rms_norm.kernels import rms_norm_kernel
-        from jackfield_plugins.kernel.triton_rms_norm.launch import compiled, rms_norm
+        from jackfield_plugins.kernel.triton_rms_norm.launch import rms_norm, warm
 
         def make(module: nn.Module) -> Any:
             meaning = meaning_of(module)
-            weight: torch.Tensor = module.weight  # type: ignore[assignment]
-            if weight.is_cuda:  # now, and in no request; rows mostly have the weight's dtype
-                compiled(
-                    rms_norm_kernel, weight.device, weight.dtype, weight.dtype, len(weight), meaning
-                )
+            warm(module.weight, meaning)  # type: ignore[arg-type]
 
             def forward(hidden_states: torch.Tensor) -> torch.Tensor:
                 return rms_norm(hidden_states, module.weight, meaning)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ import functools
 import torch
 import triton
 
-from jackfield_plugins.devices import on
 from jackfield_plugins.kernel.rms_norm import Meaning
 from jackfield_plugins.kernel.triton_rms_norm.kernels import rms_norm_kernel
 from jackfield_plugins.launching import (
@@ -16,7 +15,7 @@ from jackfield_plugins.launching import (
     as_arguments,
     is_compiled,
     launch,
-    ready,
+    overlapping,
 )
 
 
@@ -36,6 +35,12 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, meaning: Meaning
     return out.view(hidden_states.shape)
 
 
+def warm(weight: torch.Tensor, meaning: Meaning) -> None:
+    """Compile it now, and in no request; rows mostly have the weight's dtype."""
+    if weight.is_cuda:
+        compiled(rms_norm_kernel, weight.device, weight.dtype, weight.dtype, len(weight), meaning)
+
+
 @functools.cache
 def compiled(
     kernel: object,
@@ -51,5 +56,4 @@ def compiled(
     fixed = {
         "SIZE": size, "OFFSET": meaning.offset, "ROUNDS_FIRST": meaning.rounds_first, "BLOCK": block
     }  # fmt: skip
-    with on(device):
-        return ready(kernel, types, fixed, num_warps=min(16, max(1, block // 512)))
+    return overlapping(kernel, types, fixed, device, num_warps=min(16, max(1, block // 512)))

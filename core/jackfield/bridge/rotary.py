@@ -1,0 +1,110 @@
+"""Another rotation of queries and keys in one attention layer, and its proof."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from jackfield.contracts.kernels import ROTARY, rotary_of
+from jackfield.errors import ExecutionError, quoted
+from jackfield.guarded import fault, guarded
+from jackfield.registry.backends import Registered
+
+_TEXTS = ((1, 1), (1, 2), (1, 5), (2, 3))  # how many, and tokens of each
+_ROUNDINGS = 4
+
+Rotation = Callable[..., Any]
+Tensors = tuple[torch.Tensor, ...]
+
+
+def rotating_by(module: nn.Module, rotation: Rotation) -> Callable[..., Any]:
+    """The `forward` of the class of `module`, which rotates by `rotation`; in it alone."""
+    own: Any = type(module).forward
+    names = {**own.__globals__, ROTARY: rotation}
+    made = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    return types.MethodType(made, module)
+
+
+@torch.no_grad()
+def prove_rotation(registered: Registered, module: nn.Module, rotation: Rotation) -> None:
+    """Refuse a rotation that is not the layer's own, by ExecutionError.
+
+    Its numbers may be off the layer's own in float64 by twice what the layer's are, as these may be
+    lucky, and by a few roundings of the largest.
+    """
+    title, own = type(module).__name__, rotary_of(module)
+    if own is None:
+        raise ExecutionError(f"{registered} fits {title}, which calls no {ROTARY}")
+    for given in _given(module):
+        due, exact = _own(own, given), _own(own, [one.double() for one in given])
+        if due is None or exact is None:  # this family turns whole heads alone
+            continue
+        lent = [one.clone() for one in given]
+        with guarded(registered, f"its rotation in {title}"):
+            found = rotation(*lent)
+        if any(not torch.equal(*pair) for pair in zip(lent, given, strict=True)):
+            raise ExecutionError(f"{registered} writes into what it rotates for {title}")
+        for new, one, right in zip(_pair(registered, found), due, exact, strict=True):
+            _hold(registered, title, new, one, right)
+
+
+def _given(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Queries, keys, cosines and sines, as layers hand them on."""
+    weight, draw = next(module.parameters()), torch.Generator().manual_seed(0)
+    heads, kv_heads, size = _heads(module)
+    for (texts, tokens), turned in ((t, part) for part in (size, size // 2) for t in _TEXTS):
+        q, k = (
+            torch.randn(texts, tokens, n, size, generator=draw).transpose(1, 2)
+            for n in (heads, kv_heads)
+        )
+        angles = 10 * torch.randn(texts, tokens, turned // 2, generator=draw).repeat(1, 1, 2)
+        yield [one.to(weight.device, weight.dtype) for one in (q, k, angles.cos(), angles.sin())]
+
+
+def _heads(module: Any) -> tuple[int, int, int]:
+    """How many heads of queries and of keys there are, and their size; some, where none says."""
+    config = getattr(module, "config", None)
+    heads = getattr(config, "num_attention_heads", None) or 4
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
+    return heads, kv_heads, size if isinstance(size, int) else 64
+
+
+def _own(function: Rotation, given: list[torch.Tensor]) -> Tensors | None:
+    try:
+        q, k = function(*given)
+    except RuntimeError:
+        return None
+    return q, k
+
+
+def _pair(registered: Registered, found: Any) -> Tensors:
+    if (
+        not isinstance(found, tuple | list)
+        or len(found) != 2
+        or not all(isinstance(one, torch.Tensor) for one in found)
+    ):
+        raise fault(registered, f"its rotation must return two tensors, got {quoted(found)}")
+    return tuple(found)
+
+
+def _hold(
+    registered: Registered, title: str, new: torch.Tensor, own: torch.Tensor, exact: torch.Tensor
+) -> None:
+    if (new.shape, new.dtype, new.device) != (own.shape, own.dtype, own.device):
+        raise ExecutionError(
+            f"{registered} gives {new.dtype} {list(new.shape)} for a rotation of {title}, and "
+            f"{own.dtype} {list(own.shape)} is due"
+        )
+    rounding = _ROUNDINGS * torch.finfo(own.dtype).eps * exact.abs().max()
+    off, allowed = (new.double() - exact).abs().max(), rounding + 2 * (own - exact).abs().max()
+    if not off <= allowed:
+        raise ExecutionError(
+            f"{registered} does not rotate as {title} does: it is off by {off:.3g}, where "
+            f"{allowed:.3g} is due to rounding"
+        )

@@ -1,0 +1,212 @@
+"""Rotations of queries and keys: the kernel in Triton, whom it fits, and what takes its place."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from torch import nn
+
+from jackfield.bridge.layers import bind_layers
+from jackfield.bridge.rotary import prove_rotation
+from jackfield.contracts import BindContext, FusedRotary, Kernel, KernelCapabilities, rotary_of
+from jackfield.errors import ExecutionError, PluginError
+from jackfield.registry.backends import Choice, Registered
+from jackfield.spelling import AUTO
+
+pytest.importorskip("triton", reason="needs jackfield[triton]")
+
+from jackfield_plugins.kernel.triton_rotary.halves import turned, turns_halves
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(),
+    reason="Triton runs on a GPU or, with TRITON_INTERPRET=1, in Python",
+)
+
+
+def attention_of(family: str) -> Any:
+    model = build(family, torch.float32)
+    return next(module for module in model.modules() if rotary_of(module) is not None)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"])
+def test_whose_halves_are_turned(family: str) -> None:
+    assert turns_halves(rotary_of(attention_of(family)))
+
+
+@pytest.mark.parametrize("family", ["cohere", "glm", "ernie4_5", "gpt_oss"])
+def test_whose_are_not(family: str) -> None:
+    """Neighbours are turned, a part of a head alone, or by angles of half its size."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    assert not turns_halves(module.apply_rotary_pos_emb)
+
+
+def test_what_is_no_rotation_of_pairs() -> None:
+    assert turns_halves(lambda q, k, cos, sin: [turned(one, cos, sin) for one in (q, k)])
+    for odd in (lambda q, k: (q, k), lambda *_: None, lambda q, k, cos, sin: (q, k)):
+        assert not turns_halves(odd)
+
+
+def test_layers_without_it() -> None:
+    model = build("gpt2")
+    assert all(rotary_of(module) is None for module in model.modules())
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [16, 48, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3), (1, 1), (17, 1)])
+def test_numbers(dtype: torch.dtype, size: int, heads: int, kv_heads: int) -> None:
+    from jackfield_plugins.kernel.triton_rotary.launch import fits, rotated
+
+    draw = torch.Generator().manual_seed(size * heads)
+    for texts, tokens in ((1, 1), (1, 3), (2, 4)):
+        wide = torch.randn(texts, tokens, heads + kv_heads, size, generator=draw)
+        q, k = wide.to(DEVICE, dtype).transpose(1, 2).split([heads, kv_heads], 1)
+        angles = torch.randn(2, texts, tokens, size, generator=draw).to(DEVICE, dtype)
+        cos, sin = angles
+        assert fits(q, k, cos, sin)
+        found = rotated(q, k, cos, sin)
+        own = rotary_of(attention_of("llama"))(q, k, cos, sin)  # type: ignore[misc]
+        for new, due in zip(found, own, strict=True):
+            assert (new.shape, new.dtype) == (due.shape, dtype)
+            assert new.transpose(1, 2).is_contiguous()
+            # A GPU rounds as torch does; the interpreter cuts bfloat16 off.
+            exact = DEVICE == "cuda" and dtype != torch.float32
+            near = 3 * torch.finfo(dtype).eps * float(due.abs().max())
+            assert torch.allclose(new, due, rtol=0, atol=0 if exact else near)
+
+
+@interpreted
+def test_what_does_not_lie_so_is_the_layers_own() -> None:
+    from jackfield_plugins.kernel.triton_rotary.launch import fits, rotary
+
+    module = attention_of("llama")
+    turn, own = rotary(module), rotary_of(module)
+    q, k = torch.randn(1, 4, 3, 32, device=DEVICE), torch.randn(1, 2, 3, 32, device=DEVICE)
+    cos, sin = torch.randn(2, 1, 3, 32, device=DEVICE)
+    others: tuple[tuple[Any, ...], ...] = (
+        (q[..., 1:-1], k[..., 1:-1], cos[..., 1:-1], sin[..., 1:-1]),  # not aligned
+        (q, k, cos.double(), sin.double()),
+        (q.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1), cos, sin),  # angles of one for all
+        (q.transpose(1, 2), k.transpose(1, 2)[:, :, :2], cos, sin, 2),
+        (q, k[:, :0], cos, sin),
+        (q[:, :, :0], k[:, :, :0], cos[:, :0], sin[:, :0]),
+    )
+    for given in others:
+        for new, due in zip(turn(*given), own(*given), strict=True):  # type: ignore[misc]
+            assert (new.shape, new.dtype) == (due.shape, due.dtype)
+            assert torch.allclose(new, due, atol=1e-6)
+    assert fits(q, k, cos, sin)
+    assert not fits(*others[0])
+
+
+class Mine(Kernel):
+    """Rotations of every layer that has one, by `make`."""
+
+    name = "mine"
+    capabilities = KernelCapabilities(devices=frozenset({"cpu"}))
+
+    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
+        self.make = make
+
+    def fits(self, module: nn.Module, options: Any) -> bool:
+        return rotary_of(module) is not None
+
+    def bind(self, context: BindContext) -> FusedRotary:
+        return FusedRotary(self.make)
+
+
+def registered(make: Callable[[nn.Module], Any]) -> Registered:
+    return Registered(Mine(make), "stranger", "1.0", "ep")
+
+
+def right(module: nn.Module) -> Any:
+    return rotary_of(module)
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "angles exchanged": lambda own: lambda q, k, cos, sin, *a, **kw: own(q, k, sin, cos),
+    "turned back": lambda own: lambda q, k, cos, sin, *a, **kw: own(q, k, cos, -sin),
+    "keys as they were": lambda own: lambda q, k, cos, sin, *a, **kw: (own(q, k, cos, sin)[0], k),
+    "first token's angle": lambda own: lambda q, k, cos, sin, *a, **kw: own(
+        q, k, cos[:, :1].expand_as(cos), sin[:, :1].expand_as(sin)
+    ),
+    "first text's angle": lambda own: lambda q, k, cos, sin, *a, **kw: own(
+        q, k, cos[:1].expand_as(cos), sin[:1].expand_as(sin)
+    ),
+    "one head": lambda own: lambda q, k, cos, sin, *a, **kw: (
+        torch.cat([own(q, k, cos, sin)[0][:, :1], q[:, 1:]], 1), own(q, k, cos, sin)[1],
+    ),
+    "in halves of bits": lambda own: lambda q, k, cos, sin, *a, **kw: tuple(
+        one.bfloat16().to(q.dtype) for one in own(q, k, cos, sin)
+    ),
+    "another dtype": lambda own: lambda q, k, cos, sin, *a, **kw: tuple(
+        one.double() for one in own(q, k, cos, sin)
+    ),
+    "tokens before heads": lambda own: lambda q, k, cos, sin, *a, **kw: tuple(
+        one.transpose(1, 2) for one in own(q, k, cos, sin)
+    ),
+    "not finite": lambda own: lambda q, k, cos, sin, *a, **kw: tuple(
+        one / 0 for one in own(q, k, cos, sin)
+    ),
+    "in place": lambda own: lambda q, k, cos, sin, *a, **kw: (
+        q.copy_(own(q, k, cos, sin)[0]), own(q, k, cos, sin)[1],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_is_no_such_rotation_is_refused(how: str) -> None:
+    module = attention_of("llama")
+    prove_rotation(registered(right), module, right(module))
+    with pytest.raises(ExecutionError, match="LlamaAttention"):
+        prove_rotation(registered(right), module, WRONG[how](rotary_of(module)))
+
+
+def test_what_returns_something_else_is_a_fault_of_the_plugin() -> None:
+    module = attention_of("llama")
+    for odd in (None, 3, (torch.ones(1),), [torch.ones(1)] * 3):
+        with pytest.raises(PluginError, match="must return two tensors"):
+            prove_rotation(registered(right), module, lambda *_, odd=odd: odd)
+
+
+def test_it_is_called_in_its_layers_and_taken_out_again() -> None:
+    model, ids = build("llama"), torch.tensor([[5, 6, 7, 8]])
+    due, calls = model(ids).logits, []
+
+    def make(module: nn.Module) -> Any:
+        own: Any = rotary_of(module)
+
+        def turn(*given: Any) -> Any:
+            calls.append(module)
+            return own(*given)
+
+        return turn
+
+    choice = Choice(registered(make), None, AUTO)
+    (layers,) = bind_layers([choice], model, lambda _: None)  # type: ignore[arg-type, return-value]
+    count = model.config.num_hidden_layers
+    assert layers.source == f"{count} LlamaAttention"
+    restore = layers.install()
+    calls.clear()
+    other = build("llama")
+    assert torch.equal(model(ids).logits, due)
+    assert (len(calls), layers.calls) == (count, count)
+    other(ids)  # of another model, whose layers rotate as before
+    assert layers.calls == count
+    restore()
+    assert torch.equal(model(ids).logits, due)
+    assert (len(calls), layers.calls) == (count, count)
+
+
+def test_auto_goes_on_without_a_wrong_one(caplog: pytest.LogCaptureFixture) -> None:
+    choice = Choice(registered(lambda module: WRONG["turned back"](rotary_of(module))), None, AUTO)
+    assert bind_layers([choice], build("llama"), lambda _: None) == []  # type: ignore[arg-type, return-value]
+    assert "does not rotate as LlamaAttention does" in caplog.text
