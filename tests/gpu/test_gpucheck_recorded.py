@@ -50,6 +50,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     if not variants.interpreted():
         pytest.skip("kernels are compiled here, for a GPU")
     monkeypatch.setattr(variants, "ready", launching(variants.ready))
+    monkeypatch.setattr(variants, "overlapping", launching(variants.overlapping))
     record_on(monkeypatch, Whole)
 
 

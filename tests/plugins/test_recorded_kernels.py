@@ -184,7 +184,7 @@ def names(plan: jackfield.Plan) -> list[str]:
 
 def test_auto_takes_them_where_steps_are_recorded(hopper: FakeCuda) -> None:
     plan = jackfield.plan(config_of("llama"), dtype="bfloat16")
-    assert names(plan) == ["triton-one-row", "triton-rms-norm"]
+    assert names(plan) == ["triton-one-row", "triton-rms-norm", "triton-rotary"]
     assert "kernel: triton-one-row (auto)" in str(plan)
     gpt2 = jackfield.plan(
         config_of("gpt2"), dtype="bfloat16"

@@ -326,6 +326,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not variants.interpreted():
         pytest.skip("kernels are compiled here, for a GPU")
     monkeypatch.setattr(variants, "ready", launching(variants.ready))
+    monkeypatch.setattr(variants, "overlapping", launching(variants.overlapping))
     monkeypatch.setattr(launch, "_processors", lambda _: 132)
 
 

@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 PREFILL_TILES = {
     2: {
         64: Tile(128, 64, 8, 2),
-        128: Tile(128, 64, 8, 3),
+        128: Tile(128, 64, 8, 2),
         256: Tile(64, 32, 8, 3),
         512: Tile(32, 32, 8, 2),
     },
@@ -81,8 +81,8 @@ def choose_splits(programs: int, longest: int, keys_per_tile: int, processors: i
 
     A power of two. `programs` there are without splits, `longest` is the most keys that a sequence
     sees. A split has at least two tiles, so that the sum over splits stays the smaller part of the
-    work.
+    work. Nearly as many programs as are aimed at are enough: the sum would take longer.
     """
-    wanted = -(-PROGRAMS_PER_PROCESSOR * processors // programs)
+    wanted = PROGRAMS_PER_PROCESSOR * processors // programs
     most = max(1, min(wanted, longest // (2 * keys_per_tile), MAX_SPLITS))
     return 1 << (most.bit_length() - 1)
