@@ -90,7 +90,7 @@ struct Single {
 #if defined(__AVX512BF16__)
 
 // Two neighbours a step, the first in the lower half.
-struct Pairs {
+struct Neighbours {
     using C = float;
     using Step = uint32_t;
     static constexpr int width = 2;
@@ -122,5 +122,5 @@ struct Pairs {
 // What a dtype is computed with.
 template <class T> struct Computed { using type = Single<T>; };
 #if defined(__AVX512BF16__)
-template <> struct Computed<bfloat16> { using type = Pairs; };
+template <> struct Computed<bfloat16> { using type = Neighbours; };
 #endif

@@ -1,0 +1,51 @@
+"""C++ of backends is compiled where it runs; here it is read as every kind of processor reads it."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import jackfield_plugins
+import pytest
+from jackfield_plugins.native.compiling import FLAGS, SHARED, SOURCE, compiler
+
+FOLDERS = sorted(file.parent for file in Path(jackfield_plugins.__file__).parent.rglob(SOURCE))
+PROCESSORS = {
+    "plain C++": "x86-64",
+    "AVX2": "haswell",
+    "AVX-VNNI": "alderlake",
+    "AVX-512": "skylake-avx512",
+    "AVX-512 VNNI": "icelake-server",
+    "AVX-512 BF16": "cooperlake",
+}
+
+
+def read(folder: Path, march: str, *more: str) -> str:
+    """What the compiler complains of."""
+    command = compiler()
+    if command is None or platform.machine() != "x86_64":
+        pytest.skip("needs a compiler for x86")
+    kept = [flag for flag in FLAGS if not flag.startswith("-march") and flag != "-shared"]
+    done = subprocess.run(
+        [*command, *kept, f"-march={march}", "-I", SHARED, *more, folder / SOURCE],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    return done.stderr if done.returncode else ""
+
+
+def test_there_are_sources() -> None:
+    assert FOLDERS
+
+
+@pytest.mark.parametrize("march", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name + folder.name)
+def test_every_kernel_is_valid_for_every_processor(folder: Path, march: str) -> None:
+    assert read(folder, march, "-fsyntax-only") == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("march", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name + folder.name)
+def test_every_kernel_becomes_code_for_every_processor(folder: Path, march: str) -> None:
+    assert read(folder, march, "-O0", "-S", "-o", "/dev/null") == ""
