@@ -25,6 +25,7 @@ BUILT_INS = {
     "attention": ("sdpa", "eager", "cpu_decode", "flex_attention", "flash_attention_2", "triton"),
     "kernel": (
         "cpu-rms-norm", "onednn-linear", "upcast-linear", "triton-one-row", "triton-rms-norm",
+        "triton-rotary",
     ),
     "cache": ("paged", "dynamic", "static", "quantized?backend=fp8", "offloaded"),
     "scheduler": ("fifo", "short-first"),

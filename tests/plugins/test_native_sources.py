@@ -1,4 +1,4 @@
-"""C++ of backends is compiled where it runs; here it is read as every kind of processor reads it."""
+"""C++ of backends is compiled where it runs; here it is read for every kind of processor."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import platform
 import subprocess
 from pathlib import Path
 
-import jackfield_plugins
 import pytest
+
+import jackfield_plugins
 from jackfield_plugins.native.compiling import FLAGS, SHARED, SOURCE, compiler
 
 FOLDERS = sorted(file.parent for file in Path(jackfield_plugins.__file__).parent.rglob(SOURCE))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kernel import ZOO, mlp, of, right_mlp
-from right_kernel import Right
+from right_kernel import Right, RightRotary
 from wrong import Wrong, assert_caught, assert_right, judged, sampled
 
 from jackfield.testing.checks import verdict
@@ -19,7 +19,8 @@ from jackfield_plugins.kernel.upcast_linear import UpcastLinear
 SAMPLE = (
     "rows beyond 1024 forgotten", "wider copies by address", "one activation for all",
     "no weight", "a sum for a mean", "columns beyond 128 forgotten", "strides ignored",
-    "into its input", "a copy of the weight",
+    "into its input", "a copy of the weight", "neighbours paired", "all of a head turned",
+    "heads beyond 8",
 )  # fmt: skip
 
 
@@ -48,8 +49,8 @@ def test_a_layer_that_overflows_in_float16_is_no_fault_of_a_kernel() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "backend",
-    [Right, CpuRmsNorm, OneDnnLinear, UpcastLinear],
-    ids=["right", "cpu-rms-norm", "onednn-linear", "upcast-linear"],
+    [Right, RightRotary, CpuRmsNorm, OneDnnLinear, UpcastLinear],
+    ids=["right", "right-rotary", "cpu-rms-norm", "onednn-linear", "upcast-linear"],
 )
 def test_right_ones_pass(backend: Any) -> None:
     assert_right(judged(backend))

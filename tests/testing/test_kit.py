@@ -70,7 +70,9 @@ def normalized() -> torch.Tensor:
     from jackfield_plugins.kernel.triton_rms_norm.kernels import rms_norm_kernel
 
     rows, out = torch.ones(2, 8), torch.zeros(2, 8)
-    rms_norm_kernel[(2,)](rows, torch.ones(8), out, 0.0, 8, 0.0, ROUNDS_FIRST=False, BLOCK=8, EARLY=False)
+    rms_norm_kernel[(2,)](
+        rows, torch.ones(8), out, 0.0, 8, 0.0, ROUNDS_FIRST=False, BLOCK=8, EARLY=False
+    )
     return out
 
 

@@ -11,7 +11,7 @@ import torch
 from mutation import mutants
 from wrong import Wrong
 
-from jackfield.contracts import FusedLayer, Kernel, KernelCapabilities
+from jackfield.contracts import FusedLayer, FusedRotary, Kernel, KernelCapabilities
 
 
 def of(make: Any = None, has: Any = None, **more: Any) -> Callable[[], Kernel]:
@@ -212,6 +212,149 @@ def _with_weights_only(self: Any, module: Any, options: Any) -> bool:
     return name and not module.weight.is_meta
 
 
+def turning(rotate: Callable[..., Any], **more: Any) -> Callable[[], Kernel]:
+    """`rotate(q, k, cos, sin)` in the place of the rotation of two families."""
+    return making(lambda module: lambda q, k, cos, sin, **kw: rotate(q, k, cos, sin), **more)
+
+
+def making(make: Callable[[Any], Any], has: Any = None, **more: Any) -> Callable[[], Kernel]:
+    bind = {"bind": lambda self, context: FusedRotary(make), "fits": right.RightRotary.fits}
+    return of(has=bind | (has or {}), **more)
+
+
+def each(turn: Callable[[Any, Any, Any], Any], **more: Any) -> Callable[[], Kernel]:
+    """`turn(states, cos, sin)`, of queries and of keys."""
+    return turning(lambda q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin)), **more)
+
+
+def turned_then(change: Callable[[Any], Any], **more: Any) -> Callable[[], Kernel]:
+    return each(lambda states, cos, sin: change(right.turned(states, cos, sin)), **more)
+
+
+def _neighbours(states: Any, cos: Any, sin: Any) -> Any:
+    """As GPT-J pairs the numbers of a head."""
+    crossed = torch.stack((-states[..., 1::2], states[..., ::2]), -1).flatten(-2)
+    return states * cos[:, None].to(states) + crossed * sin[:, None].to(states)
+
+
+def _beyond(count: int, dim: int) -> Callable[[Any], Any]:
+    """A grid of so many programs."""
+
+    def change(out: Any) -> Any:
+        out = out.clone()
+        out.transpose(0, dim)[count:] = 0
+        return out
+
+    return change
+
+
+def _rotates_in_place(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    found = right.rotate(q, k, cos, sin)
+    return q.copy_(found[0]), k.copy_(found[1])
+
+
+def _half_as_whole(states: Any, cos: Any, sin: Any) -> Any:
+    """Angles of a part, repeated for the rest."""
+    times = states.shape[-1] // cos.shape[-1]
+    return right.turned(states, cos.repeat(1, 1, times), sin.repeat(1, 1, times))
+
+
+def _lies_as_a_layers(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    def dense(states: Any) -> Any:
+        _, heads, tokens, size = states.shape
+        strides = (tokens * heads * size, size, heads * size, 1)
+        fits = strides if states.numel() <= states.untyped_storage().nbytes() else states.stride()
+        return states.as_strided(states.shape, fits)
+
+    return right.rotate(dense(q), dense(k), cos, sin)
+
+
+def _as_if_each_text_had_angles(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    if cos.stride(0) == 0 and cos.shape[0] > 1:
+        cos, sin = (torch.cat([a[:1], torch.zeros_like(a[1:])]) for a in (cos, sin))
+    return right.rotate(q, k, cos, sin)
+
+
+def _turned_into_one(module: Any) -> Any:
+    kept: dict[Any, Any] = {}
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Any:
+        found = right.rotate(q, k, cos, sin)
+        return tuple(
+            kept.setdefault((n, t.shape, t.dtype), torch.empty_like(t)).copy_(t)
+            for n, t in enumerate(found)
+        )
+
+    return rotate
+
+
+def _angles_kept(module: Any) -> Any:
+    kept: dict[Any, Any] = {}
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Any:
+        angles = kept.setdefault((cos.shape, cos.dtype), (cos.clone(), sin.clone()))
+        return right.rotate(q, k, *angles)
+
+    return rotate
+
+
+def _heads_of_a_group(module: Any) -> Any:
+    """A grid for four heads of queries, whatever the layer has."""
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Any:
+        turned, keys = right.rotate(q, k, cos, sin)
+        return torch.cat([turned[:, :8], q[:, 8:]], 1), keys
+
+    return rotate
+
+
+def _bits_by_tokens(out: Any) -> Any:
+    return out * (1 + 2e-7 * (out.shape[2] % 7)) if out.shape[2] > 1 else out
+
+
+def _angles_in_float16(states: Any, cos: Any, sin: Any) -> Any:
+    return right.turned(states, cos.half().to(cos), sin.half().to(sin))
+
+
+ROTARY: tuple[Wrong, ...] = (
+    Wrong("not turned", each(lambda s, cos, sin: s.clone()), "not turned"),
+    Wrong("the very queries", each(lambda s, cos, sin: s), "memory of its|not turned"),
+    Wrong("turned the other way", each(lambda s, cos, sin: right.turned(s, cos, -sin)),
+          "other way"),
+    Wrong("neighbours paired", each(_neighbours), "paired"),
+    Wrong("sines for cosines", each(lambda s, cos, sin: right.turned(s, sin, cos)),
+          "change places"),
+    Wrong("one token's angles", each(lambda s, cos, sin: right.turned(
+        s, cos[:, :1].expand_as(cos), sin[:, :1].expand_as(sin))), "first token's angles"),
+    Wrong("one text's angles", each(lambda s, cos, sin: right.turned(
+        s, cos[:1].expand_as(cos), sin[:1].expand_as(sin))), "first text's angles"),
+    Wrong("angles of each text", turning(_as_if_each_text_had_angles), "all 0|off by"),
+    Wrong("keys as they are", turning(lambda q, k, cos, sin: (
+        right.turned(q, cos, sin), k.clone())), "of the keys .* not turned"),
+    Wrong("keys for queries", turning(lambda q, k, cos, sin: right.rotate(q, k, cos, sin)[::-1]),
+          "is due|should be|off by"),
+    Wrong("all of a head turned", each(_half_as_whole), "stay as they are"),
+    Wrong("the layout that layers have", turning(_lies_as_a_layers), "off by"),
+    Wrong("turns in place", turning(_rotates_in_place), "changes its queries"),
+    Wrong("one piece of memory for all", making(_turned_into_one), "used again"),
+    Wrong("the angles it had first", making(_angles_kept), "off by"),
+    Wrong("heads beyond 8", making(_heads_of_a_group), "head 8 of the queries"),
+    Wrong("tokens beyond 1024", turned_then(_beyond(1024, 2)), "all 0"),
+    Wrong("texts beyond 64", turned_then(_beyond(64, 0)), "all 0"),
+    Wrong("angles in float16", each(_angles_in_float16), "a little"),
+    Wrong("queries of float32", turned_then(lambda out: out.float()), "float32"),
+    Wrong("heads side by side", turned_then(lambda out: out.transpose(1, 2)), "is due"),
+    Wrong("queries alone", turning(lambda q, k, cos, sin: right.turned(q, cos, sin)),
+          "queries and keys"),
+    Wrong("nothing for keys", turning(lambda q, k, cos, sin: (right.turned(q, cos, sin), None)),
+          "two tensors"),
+    Wrong("no other arguments", making(lambda module: right.rotate_alone), "unsqueeze_dim"),
+    Wrong("bits by how many tokens", turned_then(_bits_by_tokens, batch_invariant=True),
+          "other bits"),
+    Wrong("rotations of norms", making(lambda module: right.rotate, has={
+        "fits": lambda s, m, o: type(m).__name__ == "LlamaRMSNorm"}), "rotates nothing"),
+)  # fmt: skip
+
 BY_HAND: tuple[Wrong, ...] = (
     Wrong("no weight", doing(lambda m, r: right.normed(r, 1e-6).to(r.dtype)), "weight is left out"),
     Wrong("one more than the weight", doing(lambda m, r: (1 + m.weight) * right.normed(
@@ -285,4 +428,4 @@ def grown(count: int | None = None, seed: int = 0) -> tuple[Wrong, ...]:
     )
 
 
-ZOO: tuple[Wrong, ...] = BY_HAND
+ZOO: tuple[Wrong, ...] = (*BY_HAND, *ROTARY)

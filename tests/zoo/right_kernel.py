@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities
+from jackfield.contracts import BindContext, FusedLayer, FusedRotary, Kernel, KernelCapabilities
 
 
 def normed(rows: Any, epsilon: float) -> Any:
@@ -31,3 +31,30 @@ class Right(Kernel):
 
     def bind(self, context: BindContext) -> FusedLayer:
         return FusedLayer(make)
+
+
+def turned(states: Any, cos: Any, sin: Any) -> Any:
+    """The first half of what is turned of a head against the second; the rest as it is."""
+    part, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    first, second = part.chunk(2, -1)
+    crossed = torch.cat((-second, first), -1)
+    return torch.cat((part * cos[:, None] + crossed * sin[:, None], rest), -1)
+
+
+def rotate_alone(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    return turned(q, cos, sin), turned(k, cos, sin)
+
+
+def rotate(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Any:
+    return rotate_alone(q, k, cos, sin)
+
+
+class RightRotary(Kernel):
+    name = "right-rotary"
+    capabilities = KernelCapabilities(devices=frozenset({"cpu"}), batch_invariant=True)
+
+    def fits(self, module: Any, options: Any) -> bool:
+        return type(module).__name__ in ("LlamaAttention", "Phi3Attention")
+
+    def bind(self, context: BindContext) -> FusedRotary:
+        return FusedRotary(lambda module: rotate)

@@ -56,7 +56,7 @@ def prove_rotation(registered: Registered, module: nn.Module, rotation: Rotation
 def _given(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Queries, keys, cosines and sines, as layers hand them on."""
     weight, draw = next(module.parameters()), torch.Generator().manual_seed(0)
-    heads, kv_heads, size = _heads(module)
+    heads, kv_heads, size = heads_of(module)
     for (texts, tokens), turned in ((t, part) for part in (size, size // 2) for t in _TEXTS):
         q, k = (
             torch.randn(texts, tokens, n, size, generator=draw).transpose(1, 2)
@@ -66,7 +66,7 @@ def _given(module: nn.Module) -> Iterator[list[torch.Tensor]]:
         yield [one.to(weight.device, weight.dtype) for one in (q, k, angles.cos(), angles.sin())]
 
 
-def _heads(module: Any) -> tuple[int, int, int]:
+def heads_of(module: Any) -> tuple[int, int, int]:
     """How many heads of queries and of keys there are, and their size; some, where none says."""
     config = getattr(module, "config", None)
     heads = getattr(config, "num_attention_heads", None) or 4

@@ -20,6 +20,7 @@ ON_A_GPU = (
     ("attention", "triton"),
     ("kernel", "triton-one-row"),
     ("kernel", "triton-rms-norm"),
+    ("kernel", "triton-rotary"),
     ("attention", "sdpa"),
     ("cache", "paged"),
     ("compiler", "cuda_graph"),

@@ -10,7 +10,7 @@ import torch
 
 from jackfield.errors import JackfieldError
 from jackfield.testing.checks import Check, NotTriedError, WrongError
-from jackfield.testing.kernel import numbers, whole
+from jackfield.testing.kernel import numbers, rotary, whole
 from jackfield.testing.kernel.keeping import inplace, repeated, together
 from jackfield.testing.kernel.layers import (
     WHERE,
@@ -35,13 +35,20 @@ def checks(subject: Subject) -> Iterator[Check]:
         found = {}
     if not found:
         yield Check("layers", "layers that it replaces", _fits_nothing)
+    if found and rotary.rotates(subject, *next(iter(found.items()))):
+        yield from rotary.checks(subject, found)
+    else:
+        yield from _of_layers(subject, found)
+    yield from whole.checks(subject, dict(list(found.items())[:WHOLE]))
+
+
+def _of_layers(subject: Subject, found: dict[str, str]) -> Iterator[Check]:
     for title, model in list(found.items())[:WHOLE]:
         yield from _of_a_class(subject, title, model)
     for title, model in list(found.items())[WHOLE:]:
         calls = _Calls(subject, title, model)
         yield Check(f"{title}.rows", f"{title}: rows", calls, cases=numbers.ROWS[0][:3])
         yield Check(f"{title}.config", f"{title}: the config", _Configs(subject, title, model))
-    yield from whole.checks(subject, dict(list(found.items())[:WHOLE]))
 
 
 def _fits_nothing(_: object) -> None:

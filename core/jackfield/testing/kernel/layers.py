@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,13 @@ from torch import nn
 
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.requirements import describe
-from jackfield.contracts import BindContext, FusedLayer, KernelCapabilities, Requirements
+from jackfield.contracts import (
+    BindContext,
+    FusedLayer,
+    FusedRotary,
+    KernelCapabilities,
+    Requirements,
+)
 from jackfield.planning.solving import reasons_against
 from jackfield.testing.checks import NotTriedError, WrongError
 from jackfield.testing.models import FAMILIES, MODELS, arguments_of, build
@@ -25,7 +31,7 @@ WIDE = 132
 #: Where layers are looked for.
 WHERE = (*MODELS, *FAMILIES)
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+Forward = Callable[..., Any]
 
 
 def capabilities_of(subject: Subject) -> KernelCapabilities:
@@ -107,27 +113,47 @@ def layers(
 
     `more` are arguments of its config. Raises NotTriedError where the backend refuses the model.
     """
-    wanted = getattr(torch, dtype or main_dtype(subject))
     sizes = {"hidden_size": hidden_size} | _heads(name)
-    model: Any = build(name, wanted, subject.seed, **sizes, **more)
-    model.to(subject.device)
-    needs = requirements_of(subject, model)
-    if reasons := reasons_against(subject.registered, needs, subject.options):
-        raise NotTriedError(f"it refuses {needs.architecture}: {'; '.join(reasons)}")
-    modules = [m for m in model.modules() if type(m).__name__ == title and fits(subject, m)]
+    context, modules = placed(subject, title, name, dtype, **sizes, **more)
     generator = torch.Generator().manual_seed(subject.seed)
     for module in modules:
         for parameter in module.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.4
             parameter.data += noise.to(parameter)
+    made = functions(subject.registered.bind(context), modules)
+    return [
+        Layer(m, copy.deepcopy(m).double(), forward)
+        for m, forward in zip(modules, made, strict=True)
+    ]
+
+
+def placed(
+    subject: Subject, title: str, name: str, dtype: str = "", **config: Any
+) -> tuple[BindContext, list[nn.Module]]:
+    """The model of that name, for `bind`, and its layers of that class that `subject` fits.
+
+    Raises NotTriedError where the backend refuses the model.
+    """
+    wanted = getattr(torch, dtype or main_dtype(subject))
+    model: Any = build(name, wanted, subject.seed, **config)
+    model.to(subject.device)
+    needs = requirements_of(subject, model)
+    if reasons := reasons_against(subject.registered, needs, subject.options):
+        raise NotTriedError(f"it refuses {needs.architecture}: {'; '.join(reasons)}")
+    modules = [m for m in model.modules() if type(m).__name__ == title and fits(subject, m)]
     context = BindContext(
         model=model, config=model.config, requirements=needs, options=subject.options
     )
-    fused: FusedLayer = subject.registered.bind(context)
-    return [
-        Layer(m, copy.deepcopy(m).double(), forward)
-        for m, forward in zip(modules, list(_made(fused, modules)), strict=True)
-    ]
+    return context, modules
+
+
+def functions(fused: FusedLayer | FusedRotary, modules: list[nn.Module]) -> list[Forward]:
+    """What it makes for each of them."""
+    made = [fused.make(module) for module in modules]
+    for forward in made:
+        if not callable(forward):
+            raise WrongError(f"make must return a function, not {type(forward).__name__}")
+    return made
 
 
 #: What layers may read of a config -> what is tried of it.
@@ -169,14 +195,6 @@ def _heads(name: str) -> dict[str, Any]:
     if cls in ("DeepseekV3Config", "BloomConfig", "FalconConfig"):
         return {}
     return {"head_dim": own.get("head_dim", 12)}
-
-
-def _made(fused: FusedLayer, modules: list[nn.Module]) -> Iterator[Forward]:
-    for module in modules:
-        forward = fused.make(module)
-        if not callable(forward):
-            raise WrongError(f"make must return a function, not {type(forward).__name__}")
-        yield forward
 
 
 def requirements_of(subject: Subject, model: Any, **more: Any) -> Requirements:

@@ -35,11 +35,12 @@ def rotary(module: nn.Module) -> Callable[..., Pair]:
 
 def fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """Whether all of a head is turned, and all lies as the kernel reads it."""
+    if not q.dim() == k.dim() == 4:
+        return False
     batch, _, tokens, size = q.shape
     tensors = (q, k, cos, sin)
     return (
-        q.dim() == k.dim() == 4
-        and cos.shape == sin.shape == (batch, tokens, size)
+        cos.shape == sin.shape == (batch, tokens, size)
         and k.shape[0] == batch
         and k.shape[2:] == q.shape[2:]
         and size % 2 == 0
