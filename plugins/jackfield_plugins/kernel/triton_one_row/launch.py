@@ -28,6 +28,7 @@ from jackfield_plugins.launching import (
 
 _LARGEST = 2048  # numbers of the weight that a program reads at once
 _TIMES = 1024  # numbers of a program that multiplies what is between an MLP's products
+_VECTOR = 16  # counts that are multiples of it are known to Triton as such
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,7 +50,8 @@ def gated(module: Any) -> Forward:
     """What `module`, a gated MLP, computes, `[..., in]` to `[..., in]`."""
     warm(gated_kernel, module.gate_proj.weight, other=True)
     if module.gate_proj.weight.is_cuda:
-        compiled_times(module.gate_proj.weight.device, module.gate_proj.weight.dtype)
+        weight = module.gate_proj.weight
+        compiled_times(weight.device, weight.dtype, len(weight) % _VECTOR == 0)
 
     def forward(states: torch.Tensor) -> torch.Tensor:
         gate, up = module.gate_proj.weight, module.up_proj.weight
@@ -68,7 +70,7 @@ def times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate, up = aligned(gate.contiguous()), aligned(up.contiguous())
     out = torch.empty_like(gate)
     if gate.numel():
-        run = compiled_times(gate.device, gate.dtype)
+        run = compiled_times(gate.device, gate.dtype, gate.shape[-1] % _VECTOR == 0)
         given = as_arguments(times_kernel, gate, up, out)
         grid = (-(-gate.numel() // _TIMES), 1, 1)
         launch(run, gate.device, grid, *given, gate.numel())
@@ -76,8 +78,10 @@ def times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def compiled_times(device: torch.device, dtype: torch.dtype) -> Run:
-    types: dict[str, Any] = {"gate": dtype, "up": dtype, "out": dtype, "count": 17}
+def compiled_times(device: torch.device, dtype: torch.dtype, whole: bool) -> Run:
+    """`whole`: the last vector is full, so that all are loaded as such."""
+    types: dict[str, Any] = dict.fromkeys(("gate", "up", "out"), dtype)
+    types["count"] = _VECTOR if whole else _VECTOR + 1
     with on(device):
         return ready(times_kernel, types, {"BLOCK": _TIMES}, num_warps=4)
 
