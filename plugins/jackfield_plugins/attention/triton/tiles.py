@@ -23,10 +23,10 @@ class Tile(NamedTuple):
 
 
 #: By bytes of a number, the tile for heads up to a size, by what the compiler says of them (a test
-#: compiles all for compute capabilities 8.0, 9.0 and 10.0): no register is spilled, and shared
-#: memory stays within the 99 KiB that every GPU from 8.0 on gives a program. Stages beyond 3 change
-#: nothing, as a key's address comes out of the block table: the third loads that table ahead.
-#: Float32 has no matrix unit that keeps its precision, so its tiles are smaller.
+#: compiles all for compute capabilities 8.0, 9.0 and 10.0): a few bytes of a thread at most are
+#: spilled, and shared memory stays within the 99 KiB that every GPU from 8.0 on gives a program.
+#: Stages beyond 3 change nothing, as a key's address comes out of the block table: the third loads
+#: that table ahead. Float32 has no matrix unit that keeps its precision, so its tiles are smaller.
 PREFILL_TILES = {
     2: {
         64: Tile(128, 64, 8, 2),
@@ -36,12 +36,16 @@ PREFILL_TILES = {
     },
     4: {
         64: Tile(32, 32, 8, 2),
-        128: Tile(64, 16, 8, 2),
+        128: Tile(32, 16, 8, 2),
         256: Tile(32, 16, 8, 2),
         512: Tile(16, 16, 8, 1),
     },
     8: {512: Tile(16, 16, 4, 1)},
 }
+#: Shared memory of a program, in bytes, that some GPUs have: 227 KiB on 9.0 and 10.0.
+ROOMY = 200 * 1024
+#: There, heads of 256 are read 2.2 times as fast (NVIDIA H200, bfloat16).
+ROOMY_PREFILL_TILES = {**PREFILL_TILES, 2: {**PREFILL_TILES[2], 256: Tile(128, 32, 8, 2)}}
 #: Their rows are as many as `max_decode_rows` at most.
 DECODE_TILES = {
     2: {

@@ -24,6 +24,8 @@ from jackfield_plugins.attention.triton.tiles import (
     DECODE_TILES,
     MAX_SPLITS,
     PREFILL_TILES,
+    ROOMY,
+    ROOMY_PREFILL_TILES,
     Tile,
     decode_limit,
     max_decode_rows,
@@ -113,10 +115,15 @@ class Variant(NamedTuple):
     chunks: int = 1
 
 
-def prefill_of(shape: Shape, tile: Tile | None = None, *, ends: bool = False) -> Variant:
-    """`tile` None: the one that was chosen for the shape. `ends`: some queries see later keys."""
+def prefill_of(
+    shape: Shape, tile: Tile | None = None, *, roomy: bool = False, ends: bool = False
+) -> Variant:
+    """`tile` None: the one that was chosen for the shape. `roomy`: there is much shared memory.
+
+    `ends`: some queries see later keys.
+    """
     fixed = constants(shape)
-    tile = tile or tile_for(PREFILL_TILES, *shape.widest)
+    tile = tile or tile_for(ROOMY_PREFILL_TILES if roomy else PREFILL_TILES, *shape.widest)
     chunks = triton.cdiv(shape.group, tile.rows)
     own = {"CHUNK": triton.cdiv(shape.group, chunks), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
     own["USE_ENDS"] = ends
@@ -153,6 +160,14 @@ def argument_type(shape: Shape, name: str) -> Any:
     return 1.0 if name in ("scale", "softcap") else 16
 
 
+def is_roomy(device: torch.device) -> bool:
+    """Whether a program may have `ROOMY` of shared memory."""
+    if device.type != "cuda":
+        return False
+    about = torch.cuda.get_device_properties(device)
+    return int(getattr(about, "shared_memory_per_block_optin", 0)) >= ROOMY
+
+
 class Variants:
     """The kernels for one shape of layers, compiled here and now for a device.
 
@@ -164,7 +179,8 @@ class Variants:
         self._device = device
         self.limit = decode_limit(shape.group, *shape.widest)
         self._tile = tile
-        prefill = prefill_of(shape, tile)
+        self._roomy = is_roomy(device)
+        prefill = prefill_of(shape, tile, roomy=self._roomy)
         self.prefill = self._run(prefill)
         self.prefill_chunks = prefill.chunks
         self.prefill_queries = prefill.fixed["BLOCK_M"] // prefill.fixed["CHUNK"]
@@ -179,7 +195,7 @@ class Variants:
     @cached_property
     def prefill_with_ends(self) -> Run:
         """For steps in which some queries see later keys."""
-        return self._run(prefill_of(self.shape, self._tile, ends=True))
+        return self._run(prefill_of(self.shape, self._tile, roomy=self._roomy, ends=True))
 
     def _run(self, variant: Variant) -> Run:
         kernel, fixed, tile, _ = variant
