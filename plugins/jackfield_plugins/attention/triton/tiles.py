@@ -49,6 +49,7 @@ ROOMY_PREFILL_TILES = {**PREFILL_TILES, 2: {**PREFILL_TILES[2], 256: Tile(128, 3
 #: Their rows are as many as `max_decode_rows` at most.
 DECODE_TILES = {
     2: {
+        16: Tile(16, 64, 4, 3),
         64: Tile(16, 64, 8, 3),
         128: Tile(16, 64, 4, 3),
         256: Tile(16, 32, 8, 3),
