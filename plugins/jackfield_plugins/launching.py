@@ -60,7 +60,9 @@ def overlapping(
     """
     with on(device):
         alone = ready(kernel, types, {**fixed, "EARLY": False}, **options)
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < _OVERLAPPING:
+        if device.type != "cuda" or torch.version.hip is not None:
+            return alone
+        if torch.cuda.get_device_capability(device) < _OVERLAPPING:
             return alone
         beside = ready(kernel, types, {**fixed, "EARLY": True}, launch_pdl=True, **options)
 

@@ -55,7 +55,7 @@ def test_they_lie_where_torch_would_put_them(
             assert torch.equal(layer.values, due.values)
 
 
-def test_what_lies_otherwise_is_left_to_torch() -> None:
+def test_what_lies_or_is_otherwise_is_left_to_torch() -> None:
     slots = torch.tensor([1, 2, 3], device=DEVICE)
     right = torch.ones(3, 2, 16, device=DEVICE)
     others = {
@@ -67,6 +67,11 @@ def test_what_lies_otherwise_is_left_to_torch() -> None:
         layer = pools(2, (16, 16), torch.float32)
         assert not stored(layer, slots, other, right)
         assert not stored(layer, slots, right, other)
+        assert bool((layer.keys == 7).all() and (layer.values == 7).all())
+    for odd in (right.double(), right.half(), torch.ones(3, 1, 16, device=DEVICE), right[:2]):
+        layer = pools(2, (16, 16), torch.float32)
+        assert not stored(layer, slots, odd, right)  # and torch says what is wrong
+        assert not stored(layer, slots, right, odd)
         assert bool((layer.keys == 7).all() and (layer.values == 7).all())
     nothing = right[:0]
     assert stored(pools(2, (16, 16), torch.float32), slots[:0], nothing, nothing)

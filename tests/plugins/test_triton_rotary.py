@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from jackfield.contracts import BindContext, FusedRotary, Kernel, KernelCapabili
 from jackfield.errors import ExecutionError, PluginError
 from jackfield.registry.backends import Choice, Registered
 from jackfield.spelling import AUTO
+from jackfield.testing.checks import verdict as judged
 
 pytest.importorskip("triton", reason="needs jackfield[triton]")
 
@@ -84,6 +86,45 @@ def test_numbers(dtype: torch.dtype, size: int, heads: int, kv_heads: int) -> No
 
 
 @interpreted
+@pytest.mark.parametrize(("size", "part"), [(32, 16), (64, 16), (64, 48), (80, 32)])
+def test_a_part_of_a_head(size: int, part: int) -> None:
+    """GPT-NeoX and GLM-4.5 turn the first numbers of a head; texts may share the angles of one."""
+    from jackfield_plugins.kernel.triton_rotary.launch import fits, rotated
+
+    draw, own = torch.Generator().manual_seed(size), rotary_of(attention_of("gpt-neox"))
+    for texts, shared, tokens in ((1, 1, 1), (1, 1, 3), (2, 2, 4), (3, 1, 2)):
+        q, k = (
+            torch.randn(texts, tokens, n, size, generator=draw).to(DEVICE).transpose(1, 2)
+            for n in (9, 3)
+        )
+        cos, sin = torch.randn(2, shared, tokens, part, generator=draw).to(DEVICE)
+        assert fits(q, k, cos, sin)
+        for new, due in zip(rotated(q, k, cos, sin), own(q, k, cos, sin), strict=True):  # type: ignore[misc]
+            assert torch.allclose(new, due, atol=1e-6)
+
+
+@interpreted
+def test_it_runs_in_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kit's heads lie as the kernel reads them."""
+    from jackfield.testing.kernel.rotary import checks
+    from jackfield.testing.subject import uninstalled
+    from jackfield_plugins.kernel.triton_rotary import TritonRotary, launch
+
+    ran: list[object] = []
+    whole = launch.rotated
+    monkeypatch.setattr(launch, "rotated", lambda *given: ran.append(1) or whole(*given))
+    with uninstalled(TritonRotary()) as subject:
+        for check in checks(subject, {"LlamaAttention": "plain", "Phi3Attention": "Phi3Config"}):
+            kind = check.name.split(".")[1]
+            if check.large or check.name.startswith("Phi3") != (kind == "part"):
+                continue
+            ran.clear()
+            verdict = judged(check)
+            assert verdict.outcome == "passed", verdict
+            assert ran or kind == "more", check.name
+
+
+@interpreted
 def test_what_does_not_lie_so_is_the_layers_own() -> None:
     from jackfield_plugins.kernel.triton_rotary.launch import fits, rotary
 
@@ -94,7 +135,6 @@ def test_what_does_not_lie_so_is_the_layers_own() -> None:
     others: tuple[tuple[Any, ...], ...] = (
         (q[..., 1:-1], k[..., 1:-1], cos[..., 1:-1], sin[..., 1:-1]),  # not aligned
         (q, k, cos.double(), sin.double()),
-        (q.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1), cos, sin),  # angles of one for all
         (q.transpose(1, 2), k.transpose(1, 2)[:, :, :2], cos, sin, 2),
         (q, k[:, :0], cos, sin),
         (q[:, :, :0], k[:, :, :0], cos[:, :0], sin[:, :0]),
@@ -105,6 +145,16 @@ def test_what_does_not_lie_so_is_the_layers_own() -> None:
             assert torch.allclose(new, due, atol=1e-6)
     assert fits(q, k, cos, sin)
     assert not fits(*others[0])
+
+
+def test_layers_that_call_another_function() -> None:
+    from jackfield_plugins.kernel.triton_rotary import TritonRotary
+
+    for interleaved in (False, True):
+        model = build("deepseek-v3", torch.float32)
+        model.config.rope_interleave = interleaved
+        found = [m for m in model.modules() if TritonRotary().fits(m, None)]
+        assert bool(found) is not interleaved
 
 
 class Mine(Kernel):
@@ -125,6 +175,14 @@ class Mine(Kernel):
 
 def registered(make: Callable[[nn.Module], Any]) -> Registered:
     return Registered(Mine(make), "stranger", "1.0", "ep")
+
+
+PLAIN = torch.float32, torch.device("cpu")
+
+
+def in_float32(_: Choice) -> Any:
+    """What is read of a context."""
+    return SimpleNamespace(requirements=SimpleNamespace(dtype="float32"), device=PLAIN[1])
 
 
 def right(module: nn.Module) -> Any:
@@ -156,6 +214,9 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "not finite": lambda own: lambda q, k, cos, sin, *a, **kw: tuple(
         one / 0 for one in own(q, k, cos, sin)
     ),
+    "angles of one text": lambda own: lambda q, k, cos, sin, *a, **kw: own(
+        q, k, *(a if len(a) == len(q) else torch.cat([a, 0 * a]) for a in (cos, sin))
+    ),
     "in place": lambda own: lambda q, k, cos, sin, *a, **kw: (
         q.copy_(own(q, k, cos, sin)[0]), own(q, k, cos, sin)[1],
     ),
@@ -165,16 +226,53 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("how", WRONG)
 def test_what_is_no_such_rotation_is_refused(how: str) -> None:
     module = attention_of("llama")
-    prove_rotation(registered(right), module, right(module))
+    prove_rotation(registered(right), module, right(module), *PLAIN)
     with pytest.raises(ExecutionError, match="LlamaAttention"):
-        prove_rotation(registered(right), module, WRONG[how](rotary_of(module)))
+        prove_rotation(registered(right), module, WRONG[how](rotary_of(module)), *PLAIN)
 
 
 def test_what_returns_something_else_is_a_fault_of_the_plugin() -> None:
     module = attention_of("llama")
     for odd in (None, 3, (torch.ones(1),), [torch.ones(1)] * 3):
         with pytest.raises(PluginError, match="must return two tensors"):
-            prove_rotation(registered(right), module, lambda *_, odd=odd: odd)
+            prove_rotation(registered(right), module, lambda *_, odd=odd: odd, *PLAIN)
+
+
+def test_what_turns_no_queries_and_keys_is_refused() -> None:
+    """As the functions of Gemma 3n, GPT-J and of models that somebody else wrote."""
+    module = attention_of("llama")
+    for own in (lambda x, cos, sin: x, lambda q, k, cos, sin: (q, k, None), lambda *_: {}["no"]):
+        odd = type("Odd", (nn.Module,), {"forward": calling(own)})()
+        odd.config = module.config
+        with pytest.raises(ExecutionError, match=r"fits Odd.*its `fits` has to refuse it"):
+            prove_rotation(registered(right), odd, own, *PLAIN)
+
+
+def calling(own: Callable[..., Any]) -> Any:
+    """A forward in a module that has `own` under that name."""
+
+    def forward(self: Any) -> Any:
+        return apply_rotary_pos_emb()  # type: ignore[name-defined] # noqa: F821
+
+    return FunctionType(forward.__code__, {"apply_rotary_pos_emb": own})
+
+
+def test_a_method_of_that_name_is_none() -> None:
+    def forward(self: Any) -> Any:
+        return self.apply_rotary_pos_emb()
+
+    made = FunctionType(forward.__code__, {"apply_rotary_pos_emb": right})
+    assert rotary_of(type("Odd", (nn.Module,), {"forward": made})()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_layers_whose_weights_are_stored_as_whole_numbers(dtype: torch.dtype) -> None:
+    module = attention_of("llama")
+    for name, linear in list(module.named_children()):
+        stored = nn.Module()
+        stored.register_buffer("weight", linear.weight.to(dtype))
+        setattr(module, name, stored)
+    prove_rotation(registered(right), module, right(module), torch.bfloat16, PLAIN[1])
 
 
 def test_it_is_called_in_its_layers_and_taken_out_again() -> None:
@@ -191,7 +289,7 @@ def test_it_is_called_in_its_layers_and_taken_out_again() -> None:
         return turn
 
     choice = Choice(registered(make), None, AUTO)
-    (layers,) = bind_layers([choice], model, lambda _: None)  # type: ignore[arg-type, return-value]
+    (layers,) = bind_layers([choice], model, in_float32)
     count = model.config.num_hidden_layers
     assert layers.source == f"{count} LlamaAttention"
     restore = layers.install()
@@ -208,5 +306,5 @@ def test_it_is_called_in_its_layers_and_taken_out_again() -> None:
 
 def test_auto_goes_on_without_a_wrong_one(caplog: pytest.LogCaptureFixture) -> None:
     choice = Choice(registered(lambda module: WRONG["turned back"](rotary_of(module))), None, AUTO)
-    assert bind_layers([choice], build("llama"), lambda _: None) == []  # type: ignore[arg-type, return-value]
+    assert bind_layers([choice], build("llama"), in_float32) == []
     assert "does not rotate as LlamaAttention does" in caplog.text

@@ -214,7 +214,7 @@ def _with_weights_only(self: Any, module: Any, options: Any) -> bool:
 
 def turning(rotate: Callable[..., Any], **more: Any) -> Callable[[], Kernel]:
     """`rotate(q, k, cos, sin)` in the place of the rotation of two families."""
-    return making(lambda module: lambda q, k, cos, sin, **kw: rotate(q, k, cos, sin), **more)
+    return making(lambda module: right.rotating(module, rotate), **more)
 
 
 def making(make: Callable[[Any], Any], has: Any = None, **more: Any) -> Callable[[], Kernel]:
@@ -249,7 +249,7 @@ def _beyond(count: int, dim: int) -> Callable[[Any], Any]:
 
 
 def _rotates_in_place(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-    found = right.rotate(q, k, cos, sin)
+    found = right.rotate_alone(q, k, cos, sin)
     return q.copy_(found[0]), k.copy_(found[1])
 
 
@@ -266,46 +266,47 @@ def _lies_as_a_layers(q: Any, k: Any, cos: Any, sin: Any) -> Any:
         fits = strides if states.numel() <= states.untyped_storage().nbytes() else states.stride()
         return states.as_strided(states.shape, fits)
 
-    return right.rotate(dense(q), dense(k), cos, sin)
+    return right.rotate_alone(dense(q), dense(k), cos, sin)
 
 
 def _as_if_each_text_had_angles(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-    if cos.stride(0) == 0 and cos.shape[0] > 1:
-        cos, sin = (torch.cat([a[:1], torch.zeros_like(a[1:])]) for a in (cos, sin))
-    return right.rotate(q, k, cos, sin)
+    if cos.stride(0) == 0 or len(cos) < len(q):
+        none = cos.new_zeros(len(q) - 1, *cos.shape[1:])
+        cos, sin = (torch.cat([a[:1], none]) for a in (cos, sin))
+    return right.rotate_alone(q, k, cos, sin)
 
 
 def _turned_into_one(module: Any) -> Any:
     kept: dict[Any, Any] = {}
 
-    def rotate(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Any:
-        found = right.rotate(q, k, cos, sin)
+    def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        found = right.rotate_alone(q, k, cos, sin)
         return tuple(
             kept.setdefault((n, t.shape, t.dtype), torch.empty_like(t)).copy_(t)
             for n, t in enumerate(found)
         )
 
-    return rotate
+    return right.rotating(module, rotate)
 
 
 def _angles_kept(module: Any) -> Any:
     kept: dict[Any, Any] = {}
 
-    def rotate(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Any:
+    def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
         angles = kept.setdefault((cos.shape, cos.dtype), (cos.clone(), sin.clone()))
-        return right.rotate(q, k, *angles)
+        return right.rotate_alone(q, k, *angles)
 
-    return rotate
+    return right.rotating(module, rotate)
 
 
 def _heads_of_a_group(module: Any) -> Any:
     """A grid for four heads of queries, whatever the layer has."""
 
-    def rotate(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Any:
-        turned, keys = right.rotate(q, k, cos, sin)
+    def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        turned, keys = right.rotate_alone(q, k, cos, sin)
         return torch.cat([turned[:, :8], q[:, 8:]], 1), keys
 
-    return rotate
+    return right.rotating(module, rotate)
 
 
 def _bits_by_tokens(out: Any) -> Any:
@@ -331,7 +332,7 @@ ROTARY: tuple[Wrong, ...] = (
     Wrong("angles of each text", turning(_as_if_each_text_had_angles), "all 0|off by"),
     Wrong("keys as they are", turning(lambda q, k, cos, sin: (
         right.turned(q, cos, sin), k.clone())), "of the keys .* not turned"),
-    Wrong("keys for queries", turning(lambda q, k, cos, sin: right.rotate(q, k, cos, sin)[::-1]),
+    Wrong("keys for queries", turning(lambda *given: right.rotate_alone(*given)[::-1]),
           "is due|should be|off by"),
     Wrong("all of a head turned", each(_half_as_whole), "stay as they are"),
     Wrong("the layout that layers have", turning(_lies_as_a_layers), "off by"),
@@ -348,10 +349,12 @@ ROTARY: tuple[Wrong, ...] = (
           "queries and keys"),
     Wrong("nothing for keys", turning(lambda q, k, cos, sin: (right.turned(q, cos, sin), None)),
           "two tensors"),
-    Wrong("no other arguments", making(lambda module: right.rotate_alone), "unsqueeze_dim"),
+    Wrong("no other arguments", making(lambda module: right.rotate_alone), "4 positional"),
+    Wrong("other arguments left out", making(lambda module: lambda q, k, cos, sin, *a, **kw:
+          right.rotate_alone(q, k, cos, sin)), "unsqueeze_dim=2|must match"),
     Wrong("bits by how many tokens", turned_then(_bits_by_tokens, batch_invariant=True),
           "other bits"),
-    Wrong("rotations of norms", making(lambda module: right.rotate, has={
+    Wrong("rotations of norms", making(lambda module: right.rotate_alone, has={
         "fits": lambda s, m, o: type(m).__name__ == "LlamaRMSNorm"}), "rotates nothing"),
 )  # fmt: skip
 

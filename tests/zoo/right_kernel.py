@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from jackfield.contracts import BindContext, FusedLayer, FusedRotary, Kernel, KernelCapabilities
+from jackfield.contracts import (
+    BindContext,
+    FusedLayer,
+    FusedRotary,
+    Kernel,
+    KernelCapabilities,
+    rotary_of,
+)
 
 
 def normed(rows: Any, epsilon: float) -> Any:
@@ -45,8 +52,16 @@ def rotate_alone(q: Any, k: Any, cos: Any, sin: Any) -> Any:
     return turned(q, cos, sin), turned(k, cos, sin)
 
 
-def rotate(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Any:
-    return rotate_alone(q, k, cos, sin)
+def rotating(module: Any, turn: Any = rotate_alone) -> Any:
+    """`turn`, but for calls that say more, which the layer's own function gets."""
+    own: Any = rotary_of(module)
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **more: Any) -> Any:
+        if args or more:
+            return own(q, k, cos, sin, *args, **more)
+        return turn(q, k, cos, sin)
+
+    return rotate
 
 
 class RightRotary(Kernel):
@@ -57,4 +72,4 @@ class RightRotary(Kernel):
         return type(module).__name__ in ("LlamaAttention", "Phi3Attention")
 
     def bind(self, context: BindContext) -> FusedRotary:
-        return FusedRotary(lambda module: rotate)
+        return FusedRotary(rotating)

@@ -31,11 +31,12 @@ class Layers:
         registered: Registered,
         fused: FusedLayer | FusedRotary,
         modules: Sequence[nn.Module],
+        context: BindContext,
     ) -> None:
         self.registered = registered
         self.calls = 0
         self._noted: list[nn.Module] | None = None  # what is called in a step that is recorded
-        self._forwards = _forwards(registered, fused, modules)
+        self._forwards = _forwards(registered, fused, modules, context)
         self.replaced = len(self._forwards)
         whose = f" of {fused.source}" if fused.source else ""
         self.source = f"{self.replaced} {_names(self._forwards)}{whose}"
@@ -144,8 +145,9 @@ def bind_layers(
     found = []
     for choice, modules in zip(choices, layers_for(choices, model), strict=True):
         try:
-            bound = choice.registered.bind(context(choice))
-            found.append(Layers(choice.registered, bound, modules))
+            bound_to = context(choice)
+            bound = choice.registered.bind(bound_to)
+            found.append(Layers(choice.registered, bound, modules, bound_to))
         except (ExecutionError, PluginError, torch.OutOfMemoryError) as error:
             if choice.how != AUTO:
                 raise
@@ -154,15 +156,19 @@ def bind_layers(
 
 
 def _forwards(
-    registered: Registered, fused: FusedLayer | FusedRotary, modules: Sequence[nn.Module]
+    registered: Registered,
+    fused: FusedLayer | FusedRotary,
+    modules: Sequence[nn.Module],
+    context: BindContext,
 ) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """The functions that stand in for the layers' own, proven."""
     found = [(module, _made(registered, fused, module)) for module in modules]
     if isinstance(fused, FusedLayer):
         prove(registered, found)
         return found
+    dtype = getattr(torch, context.requirements.dtype)
     for module, rotation in found:
-        prove_rotation(registered, module, rotation)
+        prove_rotation(registered, module, rotation, dtype, context.device)
     return [(module, rotating_by(module, rotation)) for module, rotation in found]
 
 

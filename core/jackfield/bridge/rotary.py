@@ -14,7 +14,7 @@ from jackfield.errors import ExecutionError, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Registered
 
-_TEXTS = ((1, 1), (1, 2), (1, 5), (2, 3))  # how many, and tokens of each
+_TEXTS = ((1, 1), (1, 2), (1, 5), (2, 3), (2, 1))  # how many, and tokens of each
 _ROUNDINGS = 4
 
 Rotation = Callable[..., Any]
@@ -31,19 +31,27 @@ def rotating_by(module: nn.Module, rotation: Rotation) -> Callable[..., Any]:
 
 
 @torch.no_grad()
-def prove_rotation(registered: Registered, module: nn.Module, rotation: Rotation) -> None:
+def prove_rotation(
+    registered: Registered,
+    module: nn.Module,
+    rotation: Rotation,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     """Refuse a rotation that is not the layer's own, by ExecutionError.
 
     Its numbers may be off the layer's own in float64 by twice what the layer's are, as these may be
-    lucky, and by a few roundings of the largest.
+    lucky, and by a few roundings of the largest. `dtype` and `device` are those of the layer's
+    inputs: its weights may be stored as something else.
     """
-    title, own = type(module).__name__, rotary_of(module)
+    title, own, compared = type(module).__name__, rotary_of(module), 0
     if own is None:
         raise ExecutionError(f"{registered} fits {title}, which calls no {ROTARY}")
-    for given in _given(module):
+    for given in _given(module, dtype, device):
         due, exact = _own(own, given), _own(own, [one.double() for one in given])
         if due is None or exact is None:  # this family turns whole heads alone
             continue
+        compared += 1
         lent = [one.clone() for one in given]
         with guarded(registered, f"its rotation in {title}"):
             found = rotation(*lent)
@@ -51,19 +59,32 @@ def prove_rotation(registered: Registered, module: nn.Module, rotation: Rotation
             raise ExecutionError(f"{registered} writes into what it rotates for {title}")
         for new, one, right in zip(_pair(registered, found), due, exact, strict=True):
             _hold(registered, title, new, one, right)
-
-
-def _given(module: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Queries, keys, cosines and sines, as layers hand them on."""
-    weight, draw = next(module.parameters()), torch.Generator().manual_seed(0)
-    heads, kv_heads, size = heads_of(module)
-    for (texts, tokens), turned in ((t, part) for part in (size, size // 2) for t in _TEXTS):
-        q, k = (
-            torch.randn(texts, tokens, n, size, generator=draw).transpose(1, 2)
-            for n in (heads, kv_heads)
+    if not compared:
+        raise ExecutionError(
+            f"{registered} fits {title}, whose {ROTARY} takes or returns something else than "
+            "queries and keys; its `fits` has to refuse it"
         )
-        angles = 10 * torch.randn(texts, tokens, turned // 2, generator=draw).repeat(1, 1, 2)
-        yield [one.to(weight.device, weight.dtype) for one in (q, k, angles.cos(), angles.sin())]
+
+
+def _given(
+    module: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Iterator[list[torch.Tensor]]:
+    """Queries, keys, cosines and sines, as layers hand them on.
+
+    All of a head is turned, or half of it, which a layer may also have cut out before. Where
+    nobody says positions, all texts share the angles of one.
+    """
+    draw = torch.Generator().manual_seed(0)
+    heads, kv_heads, whole = heads_of(module)
+    for size, turned in ((whole, whole), (whole, whole // 2), (whole // 2, whole // 2)):
+        for (texts, tokens), shared in ((t, s) for t in _TEXTS for s in {1, t[0]}):
+            q, k = (
+                torch.randn(texts, tokens, n, size, generator=draw, device="cpu").transpose(1, 2)
+                for n in (heads, kv_heads)
+            )
+            half = torch.randn(shared, tokens, turned // 2, generator=draw, device="cpu")
+            angles = 10 * half.repeat(1, 1, 2)
+            yield [one.to(device, dtype) for one in (q, k, angles.cos(), angles.sin())]
 
 
 def heads_of(module: Any) -> tuple[int, int, int]:
@@ -76,9 +97,12 @@ def heads_of(module: Any) -> tuple[int, int, int]:
 
 
 def _own(function: Rotation, given: list[torch.Tensor]) -> Tensors | None:
+    """What the layer's own function makes of it; None where it takes or returns something else."""
     try:
         q, k = function(*given)
-    except RuntimeError:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - whoever wrote the model decides what it raises
         return None
     return q, k
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,10 +74,11 @@ class FusedRotary:
     Attributes:
         make: `make(module)` returns the function, which is called as the layer calls its own:
             `q` `[batch, heads, tokens, size]`, `k` `[batch, key heads, tokens, size]`, `cos` and
-            `sin` `[batch, tokens, turned]`, of the layer's dtype or wider, and whatever more the
-            layer gives. `turned` is `size`, or less where a part of a head is rotated. It returns
-            `q` and `k` rotated, in the same shapes, and changes no input. Tensors may have any
-            strides.
+            `sin` `[batch, tokens, turned]`, or `[1, tokens, turned]` for all texts, of the layer's
+            dtype or wider, and whatever more the layer gives, by position or by name: where there
+            is more, `unsqueeze_dim` say, it may leave the call to the layer's own function.
+            `turned` is `size`, or less where a part of a head is rotated. It returns `q` and `k`
+            rotated, in the same shapes, and changes no input. Tensors may have any strides.
         source: Says in reports whose kernel it is.
     """
 
@@ -88,17 +91,27 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def rotary_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The function by which a layer rotates queries and keys; None where it calls none by name.
+    """The function of the name `apply_rotary_pos_emb` that a layer calls; None: it calls none.
+
+    Mostly it is `(q, k, cos, sin) -> (q, k)`. Some families' takes one tensor, or other angles.
 
     Args:
         module: Any module of a model; for reading.
     """
     forward = type(module).forward
     code = getattr(forward, "__code__", None)
-    if code is None or ROTARY not in code.co_names:
+    if code is None or not _calls_rotary(code):
         return None
     found: Callable[..., Any] | None = forward.__globals__.get(ROTARY)
     return found
+
+
+@functools.cache
+def _calls_rotary(code: Any) -> bool:
+    """Whether it is a name of the module, and no method's."""
+    if ROTARY not in code.co_names:
+        return False
+    return any(i.opname == "LOAD_GLOBAL" and i.argval == ROTARY for i in dis.get_instructions(code))
 
 
 class Kernel(Recordable):
@@ -111,9 +124,10 @@ class Kernel(Recordable):
     on 1, 2, 5 and 2 x 3 random rows; then each layer with its own, on 5. An output of another shape
     or dtype, or one that is further from the layer's own in float64 than twice the layer's rounding
     and a little, or an input that was written into, is an ExecutionError when the model is loaded,
-    and a warning where `auto` chose it, which then goes on without. A rotation is held to the
-    layer's own function in the same way, for each layer: 1, 2 and 5 tokens, two texts of 3, the
-    layer's heads, all of a head turned and half of it. Errors with other inputs are not detected.
+    and a warning where `auto` chose it, which then goes on without. A rotation is
+    held to the layer's own function in the same way, for each layer: 1, 2 and 5 tokens, two texts
+    of 1 and 3 with angles of their own and shared ones, the layer's heads, all of a head turned and
+    half of it. Errors with other inputs are not detected.
     Calls are counted. Where steps are recorded whole, it has to be `recordable`.
     """
 

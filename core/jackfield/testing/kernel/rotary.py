@@ -14,6 +14,7 @@ from jackfield.bridge.rotary import heads_of
 from jackfield.contracts import FusedRotary, rotary_of
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.kernel.layers import capabilities_of, functions, placed
+from jackfield.testing.models import arguments_of
 from jackfield.testing.subject import Subject
 from jackfield.testing.watching import Snapshot
 
@@ -26,11 +27,15 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Turning:
-    """How a layer rotates, and what the kernel puts in the place of that."""
+    """How a layer rotates, and what the kernel puts in the place of that.
+
+    `like` has the dtype and the device of what is rotated.
+    """
 
     module: nn.Module
     own: Rotation
     made: Rotation
+    like: torch.Tensor
 
 
 def rotates(subject: Subject, title: str, model: str) -> bool:
@@ -45,15 +50,29 @@ def rotates(subject: Subject, title: str, model: str) -> bool:
 def turnings(
     subject: Subject, title: str, name: str, dtype: str = "", **config: Any
 ) -> list[Turning]:
-    """Of the layers of that class in the model of that name. Raises NotTriedError."""
-    context, modules = placed(subject, title, name, dtype, **config)
+    """Of the layers of that class in the model of that name. Raises NotTriedError.
+
+    Heads have 64 numbers unless `config` says otherwise: kernels may leave odd ones to the layer.
+    """
+    context, modules = placed(subject, title, name, dtype, **({**sizes_of(name), **config}))
     if not modules:
         raise NotTriedError(f"it does not fit such layers: {config}")
     made = functions(subject.registered.bind(context), modules[:LAYERS])
     owns = [rotary_of(module) for module in modules[:LAYERS]]
     if None in owns:
         raise WrongError(f"it fits {title}, which rotates nothing that a FusedRotary can replace")
-    return [Turning(m, own, new) for m, own, new in zip(modules, owns, made, strict=False) if own]
+    like = torch.empty(0, dtype=getattr(torch, context.requirements.dtype), device=context.device)
+    each = zip(modules, owns, made, strict=False)
+    return [Turning(m, own, new, like) for m, own, new in each if own]
+
+
+def sizes_of(name: str) -> dict[str, Any]:
+    """What gives a model heads of 64 numbers."""
+    cls, own = arguments_of(name)
+    if cls in ("DeepseekV3Config", "Gemma3nTextConfig"):  # of several sizes
+        return {}
+    sizes = {"hidden_size": 64 * own["num_attention_heads"]}
+    return sizes if "head_dim" not in own or cls == "FalconConfig" else sizes | {"head_dim": 64}
 
 
 def _as_layers(states: torch.Tensor) -> torch.Tensor:
@@ -86,7 +105,8 @@ class Turn:
 
     Attributes:
         part: Half of a head is turned.
-        angles: How cosines and sines lie: of each text, "shared" by all, or in "float32".
+        angles: Cosines and sines are of each text, "of one text" for all, the same "expanded", or
+            "in float32".
         wide: What numbers are multiplied with.
     """
 
@@ -104,20 +124,23 @@ class Turn:
         parts += [f"angles {self.angles}"] if self.angles else []
         return ", ".join(parts + [f"numbers of about {self.wide:g}"] * (self.wide != 1))
 
-    def made(self, module: nn.Module, seed: int) -> list[torch.Tensor]:
+    def made(self, turning: Turning, seed: int) -> list[torch.Tensor]:
         """Queries, keys, cosines, sines."""
-        weight, draw = next(module.parameters()), torch.Generator().manual_seed(seed)
-        heads, kv_heads, size = heads_of(module)
+        like, draw = turning.like, torch.Generator().manual_seed(seed)
+        heads, kv_heads, size = heads_of(turning.module)
 
         def states(count: int) -> torch.Tensor:
             drawn = torch.randn(self.texts, count, self.tokens, size, generator=draw) * self.wide
-            return LYING[self.lying](drawn.to(weight.device, weight.dtype))
+            return LYING[self.lying](drawn.to(like))
 
-        turned, texts = size // (1 + self.part), 1 if self.angles == "shared" else self.texts
+        one = self.angles in ("of one text", "expanded")
+        turned, texts = size // (1 + self.part), 1 if one else self.texts
         angles = 10 * torch.randn(texts, self.tokens, turned // 2, generator=draw).repeat(1, 1, 2)
-        dtype = torch.float32 if self.angles == "in float32" else weight.dtype
-        both = [one.to(weight.device, dtype) for one in (angles.cos(), angles.sin())]
-        return [states(heads), states(kv_heads), *(a.expand(self.texts, -1, -1) for a in both)]
+        dtype = torch.float32 if self.angles == "in float32" else like.dtype
+        cos, sin = (part.to(like.device, dtype) for part in (angles.cos(), angles.sin()))
+        if self.angles == "expanded":
+            cos, sin = cos.expand(self.texts, -1, -1), sin.expand(self.texts, -1, -1)
+        return [states(heads), states(kv_heads), cos, sin]
 
 
 TOKENS = (Turn(1, 1), Turn(1, 2), Turn(1, 65), Turn(1, 1025), Turn(1, 4097))
@@ -125,7 +148,9 @@ TEXTS = (Turn(2, 1), Turn(2, 3), Turn(65, 1), Turn(3, 257), Turn(1025, 1))
 PARTS = tuple(Turn(*one, part=True) for one in ((1, 1), (1, 5), (2, 3), (1, 257)))
 STRIDED = tuple(Turn(*one, lying=how) for how in LYING for one in ((1, 5), (3, 1), (2, 65)))
 ANGLES = tuple(
-    Turn(*one, angles=how) for how in ("shared", "in float32") for one in ((1, 5), (3, 2))
+    Turn(*one, angles=how)
+    for how in ("of one text", "expanded", "in float32")
+    for one in ((1, 5), (3, 2))
 )
 EXTREME = tuple(Turn(2, 3, wide=wide) for wide in (1e-3, 100.0, 1e4))
 
@@ -153,11 +178,11 @@ class _Turns:
     def __call__(self, turn: Turn) -> str:
         if self._found is None:
             self._found = turnings(self._subject, *self._which, **self._how)[0]
-        worst = held(self._found, turn.made(self._found.module, self._subject.seed))
+        worst = held(self._found, turn.made(self._found, self._subject.seed))
         return f"at most {worst:.0%} of what rounding may be"
 
 
-def held(turning: Turning, given: list[torch.Tensor], **more: Any) -> float:
+def held(turning: Turning, given: list[torch.Tensor]) -> float:
     """Rotate by both; how far it is off, as a share of what rounding may be. Raises WrongError.
 
     A head may be off by four times what the layer's own is, and by some roundings of its largest
@@ -167,7 +192,7 @@ def held(turning: Turning, given: list[torch.Tensor], **more: Any) -> float:
     with torch.inference_mode():
         due = turning.own(*given)
         exact = turning.own(*(one.double() for one in given))
-        found = turning.made(*given, **more)
+        found = turning.made(*given)
     lent.check()
     worst = 0.0
     for number, (new, one, right) in enumerate(zip(pair_of(found), due, exact, strict=True)):
@@ -262,13 +287,9 @@ def checks(subject: Subject, found: Mapping[str, str]) -> Iterator[Check]:
 def _takes_parts(subject: Subject, title: str, model: str) -> bool:
     """Whether the layer's own function also turns a part of a head."""
     try:
-        _, modules = placed(subject, title, model)
-    except NotTriedError:
-        return False
-    own = rotary_of(modules[0])
-    try:
-        return own is not None and bool(own(*Turn(1, 1, part=True).made(modules[0], 0)))
-    except RuntimeError:
+        turning = turnings(subject, title, model)[0]
+        return bool(turning.own(*Turn(1, 1, part=True).made(turning, 0)))
+    except Exception:  # noqa: BLE001 - another check tells what the backend does wrong
         return False
 
 
@@ -310,18 +331,28 @@ def _heads(subject: Subject, title: str, model: str, heads: Heads) -> None:
     if heads_of(found.module) != heads:
         raise NotTriedError("the kit's model keeps its own heads")
     for turn in (Turn(1, 1), Turn(2, 5)):
-        held(found, turn.made(found.module, subject.seed))
+        held(found, turn.made(found, subject.seed))
 
 
 def _more(found: list[Turning], seed: int) -> None:
-    """What a layer may give beside the four, by its name."""
+    """What layers give beside the four: where heads are, by position and by name."""
     turning = found[0]
-    given = Turn(2, 3).made(turning.module, seed)
+    q, k, cos, sin = Turn(2, 3).made(turning, seed)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
     try:
-        turning.own(*given, unsqueeze_dim=1)
+        due = turning.own(q, k, cos, sin, unsqueeze_dim=2)
     except TypeError:
         raise NotTriedError("the layer's own function takes nothing else") from None
-    held(turning, given, unsqueeze_dim=1)
+    for more, named in (((2,), {}), ((), {"unsqueeze_dim": 2})):
+        with torch.inference_mode():
+            new = pair_of(turning.made(q, k, cos, sin, *more, **named))
+        if not all(
+            n.shape == d.shape and torch.allclose(n, d) for n, d in zip(new, due, strict=True)
+        ):
+            raise WrongError(
+                "with unsqueeze_dim=2 tokens come before heads, and it rotates as if they did not: "
+                "leave a call with more arguments to the layer's own function (`rotary_of`)"
+            )
 
 
 def repeated(found: list[Turning], seed: int) -> None:
@@ -330,7 +361,7 @@ def repeated(found: list[Turning], seed: int) -> None:
     for call in range(12):
         turning = found[call % len(found)]
         shape = ((1, 2), (1, 2), (1, 65), (1, 1), (2, 3), (1, 1))[call % 6]
-        given = Turn(*shape).made(turning.module, seed + call)
+        given = Turn(*shape).made(turning, seed + call)
         try:
             held(turning, given)
         except WrongError as error:
@@ -345,7 +376,7 @@ def repeated(found: list[Turning], seed: int) -> None:
 def together(found: list[Turning], seed: int) -> None:
     """Tokens by themselves have the bits that they have among others."""
     turning = found[0]
-    q, k, cos, sin = Turn(1, 80).made(turning.module, seed)
+    q, k, cos, sin = Turn(1, 80).made(turning, seed)
     due = pair_of(turning.made(q, k, cos, sin))
     for count in (1, 2, 17, 65):
         for begin in (0, 5, 80 - count):

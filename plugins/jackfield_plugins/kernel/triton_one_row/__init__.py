@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class TritonOneRow(TritonKernel):
-    """`nn.Linear`, and MLPs of three of them with SiLU; more rows than one are the layer's own."""
+    """`nn.Linear`, and MLPs of three of them with SiLU, given one row.
+
+    Products of more rows are the layers' own; what is between those of an MLP is one kernel.
+    """
 
     name = "triton-one-row"
     capabilities = KernelCapabilities(

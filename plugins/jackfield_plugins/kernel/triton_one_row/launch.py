@@ -29,6 +29,7 @@ from jackfield_plugins.launching import (
 _LARGEST = 2048  # numbers of the weight that a program reads at once
 _TIMES = 1024  # numbers of a program that multiplies what is between an MLP's products
 _VECTOR = 16  # counts that are multiples of it are known to Triton as such
+_MANY = 1 << 40  # such a count; it has 64 bits
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -81,7 +82,7 @@ def times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def compiled_times(device: torch.device, dtype: torch.dtype, whole: bool) -> Run:
     """`whole`: the last vector is full, so that all are loaded as such."""
     types: dict[str, Any] = dict.fromkeys(("gate", "up", "out"), dtype)
-    types["count"] = _VECTOR if whole else _VECTOR + 1
+    types["count"] = _MANY if whole else _MANY + 1
     with on(device):
         return ready(times_kernel, types, {"BLOCK": _TIMES}, num_warps=4)
 

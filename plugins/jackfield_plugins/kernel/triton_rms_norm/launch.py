@@ -13,6 +13,7 @@ from jackfield_plugins.launching import (
     Run,
     aligned,
     as_arguments,
+    is_aligned,
     is_compiled,
     launch,
     overlapping,
@@ -20,19 +21,26 @@ from jackfield_plugins.launching import (
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, meaning: Meaning) -> torch.Tensor:
-    """`[..., size]`, normalized over its last dimension; `weight` is `[size]` of any dtype."""
+    """`[..., size]`, normalized over its last dimension.
+
+    `weight` is `[size]`, of any dtype, and lies as `lies` says.
+    """
     size = hidden_states.shape[-1]
     rows = hidden_states.reshape(-1, size).contiguous()
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     if not len(rows):
         return out.view(hidden_states.shape)
     run = compiled(rms_norm_kernel, rows.device, rows.dtype, weight.dtype, size, meaning)
-    weight = weight.contiguous()
     if is_compiled(rms_norm_kernel):
-        rows, weight = aligned(rows), aligned(weight)
+        rows = aligned(rows)
     given = as_arguments(rms_norm_kernel, rows, weight, out)
     launch(run, rows.device, (len(rows), 1, 1), *given, meaning.epsilon)
     return out.view(hidden_states.shape)
+
+
+def lies(weight: torch.Tensor) -> bool:
+    """Whether the kernel can read it in place: a copy would not be there when the kernel begins."""
+    return weight.is_contiguous() and (not is_compiled(rms_norm_kernel) or is_aligned(weight))
 
 
 def warm(weight: torch.Tensor, meaning: Meaning) -> None:

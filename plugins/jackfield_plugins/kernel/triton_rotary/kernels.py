@@ -2,7 +2,8 @@
 
 Su et al. 2021 (arXiv:2104.09864), the first half of a head against the second, as in GPT-NeoX.
 
-Numerics. Both products and their sum are rounded to the dtype, as the model's own operations do.
+Numerics. Both products and their sum are rounded to the dtype, as most models' own operations do;
+some compute in float32 and round once.
 
 With `EARLY` a program begins while the kernel before it still runs, and waits for it.
 """
@@ -23,25 +24,33 @@ def _turned(a, b, cos, sin):
 
 @triton.jit
 def _rotate(
-    states, out, heads, inside, at, c1, c2, s1, s2, head_stride, HALF: tl.constexpr,
+    states, out, heads, inside, at, c1, c2, s1, s2, head_stride, SIZE: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Heads `heads` of a token, which `states` and `out` point at."""
+    """Heads `heads` of a token, which `states` and `out` point at. What is not turned is copied, in
+    a block of `REST`.
+    """
     mask = inside[:, None] & (at < HALF)[None, :]
-    read = states + heads[:, None] * head_stride + at[None, :]
-    a, b = tl.load(read, mask=mask), tl.load(read + HALF, mask=mask)
-    write = out + heads[:, None] * (2 * HALF) + at[None, :]
-    tl.store(write, _turned(a, b, c1, -s1), mask=mask)
-    tl.store(write + HALF, _turned(b, a, c2, s2), mask=mask)
+    read, write = states + heads[:, None] * head_stride, out + heads[:, None] * SIZE
+    first = read + at[None, :]
+    a, b = tl.load(first, mask=mask), tl.load(first + HALF, mask=mask)
+    tl.store(write + at[None, :], _turned(a, b, c1, -s1), mask=mask)
+    tl.store(write + HALF + at[None, :], _turned(b, a, c2, s2), mask=mask)
+    if REST > 0:
+        behind = 2 * HALF + tl.arange(0, REST)[None, :]
+        other = inside[:, None] & (behind < SIZE)
+        tl.store(write + behind, tl.load(read + behind, mask=other), mask=other)
 
 
 @triton.jit
 def rotary_kernel(
     q, k, cos, sin, q_out, k_out, tokens, q_batch, q_token, q_head, k_batch, k_token, k_head,
-    angle_batch, angle_token, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    angle_batch, angle_token, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """`q` and `k` by strides, in numbers; `cos` and `sin` have one set. Outputs are
-    `[batch, tokens, heads, 2 × HALF]`, contiguous.
+    `[batch, tokens, heads, SIZE]`, contiguous. Of a head the first 2 × `HALF` are turned.
 
     Grid (batch × tokens, heads of both by `HEADS`).
     """
@@ -57,13 +66,13 @@ def rotary_kernel(
     c2 = tl.load(cos + angles + HALF, mask=real).to(tl.float32)[None, :]
     s1 = tl.load(sin + angles, mask=real).to(tl.float32)[None, :]
     s2 = tl.load(sin + angles + HALF, mask=real).to(tl.float32)[None, :]
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     _rotate(
-        q + batch * q_batch + token * q_token, q_out + row * (Q_HEADS * 2 * HALF), heads,
-        heads < Q_HEADS, at, c1, c2, s1, s2, q_head, HALF,
+        q + batch * q_batch + token * q_token, q_out + row * (Q_HEADS * SIZE), heads,
+        heads < Q_HEADS, at, c1, c2, s1, s2, q_head, SIZE, HALF, REST,
     )  # fmt: skip
     heads -= Q_HEADS
     _rotate(
-        k + batch * k_batch + token * k_token, k_out + row * (K_HEADS * 2 * HALF), heads,
-        (heads >= 0) & (heads < K_HEADS), at, c1, c2, s1, s2, k_head, HALF,
+        k + batch * k_batch + token * k_token, k_out + row * (K_HEADS * SIZE), heads,
+        (heads >= 0) & (heads < K_HEADS), at, c1, c2, s1, s2, k_head, SIZE, HALF, REST,
     )  # fmt: skip

@@ -28,7 +28,7 @@ def stored(
     from jackfield_plugins.launching import as_arguments, launch
 
     pools = layer.flat_keys, layer.flat_values
-    if not all(map(_fits, pools, (keys, values))):
+    if not len(keys) == len(values) == len(slots) or not all(map(_fits, pools, (keys, values))):
         return False
     if len(slots):
         sizes = keys[0].numel(), values[0].numel()
@@ -44,7 +44,8 @@ def _fits(pool: torch.Tensor, states: torch.Tensor) -> bool:
 
     token, head, dense = states.stride()
     return (
-        dense == 1
+        (pool.dtype, pool.device, pool.shape[1:]) == (states.dtype, states.device, states.shape[1:])
+        and dense == 1
         and head == states.shape[2]
         and token % _ALIGNED == 0
         and pool.is_contiguous()
