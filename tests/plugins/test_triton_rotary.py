@@ -15,7 +15,14 @@ from torch import nn
 
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.rotary import prove_rotation
-from jackfield.contracts import BindContext, FusedRotary, Kernel, KernelCapabilities, rotary_of
+from jackfield.contracts import (
+    BindContext,
+    FusedLayer,
+    FusedRotary,
+    Kernel,
+    KernelCapabilities,
+    rotary_of,
+)
 from jackfield.errors import ExecutionError, PluginError
 from jackfield.registry.backends import Choice, Registered
 from jackfield.spelling import AUTO
@@ -302,6 +309,40 @@ def test_it_is_called_in_its_layers_and_taken_out_again() -> None:
     restore()
     assert torch.equal(model(ids).logits, due)
     assert (len(calls), layers.calls) == (count, count)
+
+
+def test_what_is_never_called_is_counted_as_such() -> None:
+    """DeepSeek's layers have two functions, and a config says which they call."""
+    for interleaved in (True, False):
+        model = build("deepseek-v3", torch.float32)
+        model.config.rope_interleave = interleaved
+        (layers,) = bind_layers([Choice(registered(right), None, AUTO)], model, in_float32)
+        layers.install()
+        model(torch.tensor([[5, 6, 7]]))
+        assert layers.calls == (0 if interleaved else layers.replaced)
+
+
+def test_angles_that_are_wider_than_the_layers_dtype() -> None:
+    """OLMo 2 computes angles in float32, and its own function gives what it was given."""
+    module = attention_of("olmo2")
+    plain = torch.bfloat16, PLAIN[1]
+
+    def widened(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        return tuple(turned(one, cos, sin) for one in (q, k))
+
+    prove_rotation(registered(right), module, right(module), *plain)
+    with pytest.raises(ExecutionError, match=r"gives torch.float32 .*torch.bfloat16"):
+        prove_rotation(registered(right), module, widened, *plain)
+
+
+def test_attentions_are_no_layers_of_one_tensor() -> None:
+    class Odd(Mine):
+        def bind(self, context: BindContext) -> Any:
+            return FusedLayer(self.make)
+
+    choice = Choice(Registered(Odd(lambda module: module), "stranger", "1.0", "ep"), None, "named")
+    with pytest.raises(ExecutionError, match="LlamaAttention, which is no layer of one tensor"):
+        bind_layers([choice], build("llama"), in_float32)
 
 
 def test_auto_goes_on_without_a_wrong_one(caplog: pytest.LogCaptureFixture) -> None:

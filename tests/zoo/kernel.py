@@ -322,7 +322,7 @@ ROTARY: tuple[Wrong, ...] = (
     Wrong("the very queries", each(lambda s, cos, sin: s), "memory of its|not turned"),
     Wrong("turned the other way", each(lambda s, cos, sin: right.turned(s, cos, -sin)),
           "other way"),
-    Wrong("neighbours paired", each(_neighbours), "paired"),
+    Wrong("neighbours paired", each(_neighbours), "neighbours of a head"),
     Wrong("sines for cosines", each(lambda s, cos, sin: right.turned(s, sin, cos)),
           "change places"),
     Wrong("one token's angles", each(lambda s, cos, sin: right.turned(
@@ -333,7 +333,7 @@ ROTARY: tuple[Wrong, ...] = (
     Wrong("keys as they are", turning(lambda q, k, cos, sin: (
         right.turned(q, cos, sin), k.clone())), "of the keys .* not turned"),
     Wrong("keys for queries", turning(lambda *given: right.rotate_alone(*given)[::-1]),
-          "is due|should be|off by"),
+          "is due|change places|off by"),
     Wrong("all of a head turned", each(_half_as_whole), "stay as they are"),
     Wrong("the layout that layers have", turning(_lies_as_a_layers), "off by"),
     Wrong("turns in place", turning(_rotates_in_place), "changes its queries"),
@@ -342,20 +342,25 @@ ROTARY: tuple[Wrong, ...] = (
     Wrong("heads beyond 8", making(_heads_of_a_group), "head 8 of the queries"),
     Wrong("tokens beyond 1024", turned_then(_beyond(1024, 2)), "all 0"),
     Wrong("texts beyond 64", turned_then(_beyond(64, 0)), "all 0"),
-    Wrong("angles in float16", each(_angles_in_float16), "a little"),
+    Wrong("angles in float16", each(_angles_in_float16), "rounded more"),
+    Wrong("the angles' dtype", turning(lambda q, k, cos, sin: right.rotate_alone(
+        q.to(cos), k.to(cos), cos, sin)), "float32"),
+    Wrong("a fused layer of attentions", of(lambda module: module, has={
+        "fits": right.RightRotary.fits}), "FusedRotary"),
     Wrong("queries of float32", turned_then(lambda out: out.float()), "float32"),
     Wrong("heads side by side", turned_then(lambda out: out.transpose(1, 2)), "is due"),
     Wrong("queries alone", turning(lambda q, k, cos, sin: right.turned(q, cos, sin)),
           "queries and keys"),
     Wrong("nothing for keys", turning(lambda q, k, cos, sin: (right.turned(q, cos, sin), None)),
           "two tensors"),
-    Wrong("no other arguments", making(lambda module: right.rotate_alone), "4 positional"),
+    Wrong("no other arguments", making(lambda module: right.rotate_alone),
+          "a further argument, 2.*4 positional"),
     Wrong("other arguments left out", making(lambda module: lambda q, k, cos, sin, *a, **kw:
-          right.rotate_alone(q, k, cos, sin)), "unsqueeze_dim=2|must match"),
+          right.rotate_alone(q, k, cos, sin)), "a further argument, 2"),
     Wrong("bits by how many tokens", turned_then(_bits_by_tokens, batch_invariant=True),
           "other bits"),
     Wrong("rotations of norms", making(lambda module: right.rotate_alone, has={
-        "fits": lambda s, m, o: type(m).__name__ == "LlamaRMSNorm"}), "rotates nothing"),
+        "fits": lambda s, m, o: type(m).__name__ == "LlamaRMSNorm"}), "calls no apply_rotary"),
 )  # fmt: skip
 
 BY_HAND: tuple[Wrong, ...] = (

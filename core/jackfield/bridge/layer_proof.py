@@ -56,6 +56,7 @@ def compare(registered: Registered, module: nn.Module, forward: Forward) -> floa
     the layer's own are off, as a share of the largest.
     """
     given, most = _rows(module, _SHAPES), 0.0
+    _takes_rows(registered, module, given[0])
     for some, exact in zip(given, _in_float64(module, given), strict=True):
         own, new = module(some), _called(registered, module, forward, some)
         _alike(registered, module, own, new)
@@ -65,6 +66,18 @@ def compare(registered: Registered, module: nn.Module, forward: Forward) -> floa
         _hold(registered, module, (new.double() - exact).abs().max(), allowed)
         most = max(most, float(off / scale.clamp(min=1e-300)))
     return most
+
+
+def _takes_rows(registered: Registered, module: nn.Module, rows: torch.Tensor) -> None:
+    try:
+        found = module(rows)
+    except (TypeError, ValueError):
+        found = None
+    if not isinstance(found, torch.Tensor):
+        raise ExecutionError(
+            f"{registered} fits {type(module).__name__}, which is no layer of one tensor, as those "
+            "of a FusedLayer are; its `fits` has to refuse it (a rotation is a FusedRotary)"
+        )
 
 
 def _rows(module: nn.Module, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:

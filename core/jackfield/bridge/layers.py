@@ -36,7 +36,7 @@ class Layers:
         self.registered = registered
         self.calls = 0
         self._noted: list[nn.Module] | None = None  # what is called in a step that is recorded
-        self._forwards = _forwards(registered, fused, modules, context)
+        self._forwards = self._made(fused, modules, context)
         self.replaced = len(self._forwards)
         whose = f" of {fused.source}" if fused.source else ""
         self.source = f"{self.replaced} {_names(self._forwards)}{whose}"
@@ -44,7 +44,7 @@ class Layers:
     def install(self) -> Callable[[], None]:
         """Put the kernel into its layers. Returns the function that takes it out."""
         for module, forward in self._forwards:
-            module.forward = _Counted(self, module, forward)
+            module.forward = _InPlace(module, forward)
 
         def restore() -> None:
             for module, _ in self._forwards:
@@ -65,8 +65,32 @@ class Layers:
             for module, forward in here:
                 module.forward = forward
 
-    def count(self, module: nn.Module) -> None:
-        """A layer is called."""
+    def _made(
+        self,
+        fused: FusedLayer | FusedRotary,
+        modules: Sequence[nn.Module],
+        context: BindContext,
+    ) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """The functions that stand in for the layers' own, proven; calls of them are counted."""
+        made = [(module, _made(self.registered, fused, module)) for module in modules]
+        if isinstance(fused, FusedLayer):
+            prove(self.registered, made)
+            return [(module, self._counted(module, forward)) for module, forward in made]
+        dtype = getattr(torch, context.requirements.dtype)
+        for module, rotation in made:
+            prove_rotation(self.registered, module, rotation, dtype, context.device)
+        counted = [(module, self._counted(module, rotation)) for module, rotation in made]
+        return [(module, rotating_by(module, rotation)) for module, rotation in counted]
+
+    def _counted(self, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._count(module)
+            return function(*args, **kwargs)
+
+        return counted
+
+    def _count(self, module: nn.Module) -> None:
+        """What stands in for a layer's own is called."""
         if self._noted is None:
             self.calls += 1
         else:
@@ -91,14 +115,13 @@ class Layers:
         self.calls += calls
 
 
-class _Counted:
+class _InPlace:
     """A kernel in the place of the `forward` of `module`. A copy of that has its class's own."""
 
-    def __init__(self, layers: Layers, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._layers, self._module, self._forward = layers, module, forward
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._layers.count(self._module)
         return self._forward(*args, **kwargs)
 
     def __deepcopy__(self, known: dict[int, Any]) -> Any:
@@ -153,23 +176,6 @@ def bind_layers(
                 raise
             logger.warning("auto goes on without %s: %s", choice.registered, first_line(error))
     return found
-
-
-def _forwards(
-    registered: Registered,
-    fused: FusedLayer | FusedRotary,
-    modules: Sequence[nn.Module],
-    context: BindContext,
-) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The functions that stand in for the layers' own, proven."""
-    found = [(module, _made(registered, fused, module)) for module in modules]
-    if isinstance(fused, FusedLayer):
-        prove(registered, found)
-        return found
-    dtype = getattr(torch, context.requirements.dtype)
-    for module, rotation in found:
-        prove_rotation(registered, module, rotation, dtype, context.device)
-    return [(module, rotating_by(module, rotation)) for module, rotation in found]
 
 
 def _made(

@@ -49,8 +49,8 @@ def prove_rotation(
         raise ExecutionError(f"{registered} fits {title}, which calls no {ROTARY}")
     for given in _given(module, dtype, device):
         due, exact = _own(own, given), _own(own, [one.double() for one in given])
-        if due is None or exact is None:  # this family turns whole heads alone
-            continue
+        if due is None or exact is None or due[0].dtype != dtype:
+            continue  # this family turns whole heads alone, or takes no wider angles
         compared += 1
         lent = [one.clone() for one in given]
         with guarded(registered, f"its rotation in {title}"):
@@ -72,7 +72,7 @@ def _given(
     """Queries, keys, cosines and sines, as layers hand them on.
 
     All of a head is turned, or half of it, which a layer may also have cut out before. Where
-    nobody says positions, all texts share the angles of one.
+    nobody says positions, all texts share the angles of one. Some families' are in float32.
     """
     draw = torch.Generator().manual_seed(0)
     heads, kv_heads, whole = heads_of(module)
@@ -84,7 +84,10 @@ def _given(
             )
             half = torch.randn(shared, tokens, turned // 2, generator=draw, device="cpu")
             angles = 10 * half.repeat(1, 1, 2)
-            yield [one.to(device, dtype) for one in (q, k, angles.cos(), angles.sin())]
+            cos, sin = angles.cos(), angles.sin()
+            for wide in {dtype, torch.float32}:
+                kinds = (dtype, dtype, wide, wide)
+                yield [t.to(device, d) for t, d in zip((q, k, cos, sin), kinds, strict=True)]
 
 
 def heads_of(module: Any) -> tuple[int, int, int]:
@@ -130,5 +133,6 @@ def _hold(
     if not off <= allowed:
         raise ExecutionError(
             f"{registered} does not rotate as {title} does: it is off by {off:.3g}, where "
-            f"{allowed:.3g} is due to rounding"
+            f"{allowed:.3g} is due to rounding; `jackfield check plugin:{registered.backend.name} "
+            "--kind kernel` shows with what"
         )

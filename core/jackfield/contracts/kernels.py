@@ -78,7 +78,8 @@ class FusedRotary:
             dtype or wider, and whatever more the layer gives, by position or by name: where there
             is more, `unsqueeze_dim` say, it may leave the call to the layer's own function.
             `turned` is `size`, or less where a part of a head is rotated. It returns `q` and `k`
-            rotated, in the same shapes, and changes no input. Tensors may have any strides.
+            rotated, in the same shapes and in their dtype, also where cosines are wider and the
+            layer's own function gives that. It changes no input. Tensors may have any strides.
         source: Says in reports whose kernel it is.
     """
 

@@ -32,7 +32,7 @@ def checks(subject: Subject) -> Iterator[Check]:
     try:
         found = fitting(subject)
     except (WrongError, JackfieldError):  # the check above tells it
-        found = {}
+        return
     if not found:
         yield Check("layers", "layers that it replaces", _fits_nothing)
     if found and rotary.rotates(subject, *next(iter(found.items()))):

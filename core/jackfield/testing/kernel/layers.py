@@ -83,7 +83,10 @@ def fits(subject: Subject, module: nn.Module) -> bool:
     if not isinstance(answer, bool):
         raise WrongError(f"fits must say True or False, not {answer!r}")
     if answer and not any(True for _ in module.parameters()):
-        raise WrongError(f"it fits {type(module).__name__}, a layer without a parameter")
+        raise WrongError(
+            f"it fits {type(module).__name__}, which has no parameter: a FusedLayer is for layers "
+            "that have one, a FusedRotary for those that call apply_rotary_pos_emb"
+        )
     return answer
 
 

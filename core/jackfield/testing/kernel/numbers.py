@@ -48,10 +48,24 @@ class Rows:
         for _ in range(20):
             given = LYING[self.lying](rows.to(parameter.device, parameter.dtype))
             with torch.inference_mode():
-                if bool(layer.module(given).isfinite().all()):
+                if bool(_own(layer, given).isfinite().all()):
                     break
             rows /= 8
         return given
+
+
+def _own(layer: Layer, given: torch.Tensor) -> torch.Tensor:
+    """What the layer itself returns. Raises WrongError where it takes or gives something else."""
+    try:
+        found = layer.module(given)
+    except TypeError:
+        found = None
+    if not isinstance(found, torch.Tensor):
+        raise WrongError(
+            f"it fits {type(layer.module).__name__}, which is no layer of one tensor, as those of "
+            "a FusedLayer are: its `fits` has to refuse it (a rotation is a FusedRotary)"
+        )
+    return found
 
 
 def _zeros(rows: torch.Tensor) -> None:

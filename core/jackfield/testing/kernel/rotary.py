@@ -12,12 +12,15 @@ from torch import nn
 
 from jackfield.bridge.rotary import heads_of
 from jackfield.contracts import FusedRotary, rotary_of
+from jackfield.contracts.kernels import ROTARY
+from jackfield.errors import error_text
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.kernel.layers import capabilities_of, functions, placed
 from jackfield.testing.models import arguments_of
 from jackfield.testing.subject import Subject
 from jackfield.testing.watching import Snapshot
 
+_LEAVE = "leave calls that say more to the layer's own function, which `rotary_of` finds"
 WHOLE = 4  # classes of layers of which all is checked; of others a few texts
 LAYERS = 2  # what is done with each is done with the functions of so many
 
@@ -59,8 +62,6 @@ def turnings(
         raise NotTriedError(f"it does not fit such layers: {config}")
     made = functions(subject.registered.bind(context), modules[:LAYERS])
     owns = [rotary_of(module) for module in modules[:LAYERS]]
-    if None in owns:
-        raise WrongError(f"it fits {title}, which rotates nothing that a FusedRotary can replace")
     like = torch.empty(0, dtype=getattr(torch, context.requirements.dtype), device=context.device)
     each = zip(modules, owns, made, strict=False)
     return [Turning(m, own, new, like) for m, own, new in each if own]
@@ -148,10 +149,10 @@ TEXTS = (Turn(2, 1), Turn(2, 3), Turn(65, 1), Turn(3, 257), Turn(1025, 1))
 PARTS = tuple(Turn(*one, part=True) for one in ((1, 1), (1, 5), (2, 3), (1, 257)))
 STRIDED = tuple(Turn(*one, lying=how) for how in LYING for one in ((1, 5), (3, 1), (2, 65)))
 ANGLES = tuple(
-    Turn(*one, angles=how)
-    for how in ("of one text", "expanded", "in float32")
-    for one in ((1, 5), (3, 2))
+    Turn(*one, angles=how) for how in ("of one text", "expanded") for one in ((1, 5), (3, 2))
 )
+#: Where the layer's dtype is narrower; some families' cosines are.
+WIDER = tuple(Turn(*one, angles="in float32") for one in ((1, 1), (2, 3)))
 EXTREME = tuple(Turn(2, 3, wide=wide) for wide in (1e-3, 100.0, 1e4))
 
 
@@ -191,6 +192,8 @@ def held(turning: Turning, given: list[torch.Tensor]) -> float:
     lent = Snapshot(**dict(zip(("queries", "keys", "cosines", "sines"), given, strict=True)))
     with torch.inference_mode():
         due = turning.own(*given)
+        if due[0].dtype != given[0].dtype:  # such a layer is given no wider angles
+            return 0.0
         exact = turning.own(*(one.double() for one in given))
         found = turning.made(*given)
     lent.check()
@@ -245,16 +248,23 @@ def _why(
         "it is turned by the first text's angles": (_first(cos, 0), _first(sin, 0)),
         "sines and cosines change places": (sin, cos),
     }
+    neighbours = torch.stack((-states[..., 1::2], states[..., ::2]), -1).flatten(-2)
+    each = [one[..., : one.shape[-1] // 2].repeat_interleave(2, -1) for one in (cos, sin)]
     right, near = turning.own(q, k, cos, sin)[number], 0.02 * float(states[at].abs().max())
 
     def is_like(other: torch.Tensor) -> bool:
         return bool((mine - other).abs().max() < near < (right[at] - other).abs().max())
 
+    if any(is_like(_paired(states, neighbours, *two)[at]) for two in ((cos, sin), each)):
+        return "neighbours of a head are turned, and its halves are due"
+    if q.shape == k.shape and is_like(turning.own(q, k, cos, sin)[1 - number][at]):
+        return "queries and keys change places"
     for what, angles in others.items():
         if is_like(turning.own(q, k, *angles)[number][at]):
             return what
     turned = cos.shape[-1]
-    if not torch.equal(mine[turned:], right[at][turned:]):
+    rest = right[at][turned:]
+    if torch.equal(rest, states[at][turned:]) and not torch.equal(mine[turned:], rest):
         return f"numbers from {turned} on stay as they are: cosines and sines have no more"
     same = ((right - mine).abs().amax(-1) < near).nonzero().tolist()
     if same and same[0] != [*at]:
@@ -264,7 +274,17 @@ def _why(
     if bad and bad[0] > 0 and bad == list(range(bad[0], len(mine))):
         return f"from number {bad[0]} of the head on"
     where = f"in {len(bad)} of its {len(mine)} numbers, {bad[0]} first" if bad else "a little"
-    return f"{where}; other numbers of a head may be paired, or a product is rounded more"
+    if len(bad) > len(mine) // 2:
+        return f"{where}; no usual mistake explains it"
+    return f"{where}; a product, or an angle, is rounded more"
+
+
+def _paired(
+    states: torch.Tensor, crossed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    if cos.shape[-1] != states.shape[-1]:
+        return states
+    return states * cos[:, None] + crossed * sin[:, None]
 
 
 def _first(angles: torch.Tensor, dim: int) -> torch.Tensor:
@@ -274,6 +294,9 @@ def _first(angles: torch.Tensor, dim: int) -> torch.Tensor:
 def checks(subject: Subject, found: Mapping[str, str]) -> Iterator[Check]:
     """For each class of layers whose rotation it replaces."""
     for number, (title, model) in enumerate(found.items()):
+        if told := _no_rotation(subject, title, model):
+            yield Check(f"{title}.function", f"{title}: its own function", partial(_wrong, told))
+            continue
         calls = partial(_Turns, subject, title, model)
         few = number >= WHOLE
         yield Check(f"{title}.tokens", f"{title}: tokens", calls(), cases=TOKENS[: 2 if few else 4])
@@ -282,6 +305,35 @@ def checks(subject: Subject, found: Mapping[str, str]) -> Iterator[Check]:
             yield Check(f"{title}.part", f"{title}: a part of a head", calls(), cases=PARTS)
         if not few:
             yield from _of_a_class(subject, title, model)
+            continue
+        for dtype in sorted(capabilities_of(subject).dtypes & {"bfloat16"}):
+            own, what = calls(dtype=dtype), f"dtypes: {dtype}, {title}"
+            yield Check(f"{title}.dtype.{dtype}", what, own, cases=WIDER)
+
+
+def _no_rotation(subject: Subject, title: str, model: str) -> str:
+    """Why there is nothing in such a layer that a FusedRotary can replace; empty where there is."""
+    try:
+        _, modules = placed(subject, title, model, **sizes_of(model))
+        own, like = rotary_of(modules[0]), torch.empty(0, device=subject.device)
+    except (NotTriedError, IndexError):
+        return ""
+    if own is None:
+        return f"it fits {title}, which calls no {ROTARY}: its `fits` has to refuse it"
+    try:
+        q, k = own(*Turn(2, 3).made(Turning(modules[0], own, own, like), 0))
+        if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor):
+            return ""
+    except Exception:  # noqa: BLE001 - whoever wrote the model decides what it raises
+        pass
+    return (
+        f"it fits {title}, whose {ROTARY} takes or returns something else than queries and keys: "
+        "its `fits` has to refuse it"
+    )
+
+
+def _wrong(told: str, _: object) -> None:
+    raise WrongError(told)
 
 
 def _takes_parts(subject: Subject, title: str, model: str) -> bool:
@@ -304,7 +356,7 @@ def _of_a_class(subject: Subject, title: str, model: str) -> Iterator[Check]:
         f"{title}.heads", f"{title}: any heads", partial(_heads, subject, title, model), HEADS
     )
     for dtype in sorted(can.dtypes):
-        cases = (*TOKENS[:3], *EXTREME)
+        cases = (*TOKENS[:3], *EXTREME, *WIDER)
         own = calls(dtype=dtype)
         yield Check(f"{title}.dtype.{dtype}", f"dtypes: {dtype}, {title}", own, cases=cases)
 
@@ -344,15 +396,15 @@ def _more(found: list[Turning], seed: int) -> None:
     except TypeError:
         raise NotTriedError("the layer's own function takes nothing else") from None
     for more, named in (((2,), {}), ((), {"unsqueeze_dim": 2})):
-        with torch.inference_mode():
-            new = pair_of(turning.made(q, k, cos, sin, *more, **named))
-        if not all(
-            n.shape == d.shape and torch.allclose(n, d) for n, d in zip(new, due, strict=True)
-        ):
-            raise WrongError(
-                "with unsqueeze_dim=2 tokens come before heads, and it rotates as if they did not: "
-                "leave a call with more arguments to the layer's own function (`rotary_of`)"
-            )
+        how = f"a further argument, {'unsqueeze_dim=' if named else ''}2 (tokens before heads)"
+        try:
+            with torch.inference_mode():
+                new = pair_of(turning.made(q, k, cos, sin, *more, **named))
+            right = all(map(torch.allclose, new, due))
+        except Exception as error:  # noqa: BLE001 - of whoever wrote it
+            raise WrongError(f"with {how}, it raises {error_text(error)}; {_LEAVE}") from None
+        if not right:
+            raise WrongError(f"with {how}, it rotates as if there were none; {_LEAVE}")
 
 
 def repeated(found: list[Turning], seed: int) -> None:
