@@ -14,7 +14,7 @@ from families import build
 from torch import nn
 
 from jackfield.bridge.layers import bind_layers
-from jackfield.bridge.rotary import prove_rotation
+from jackfield.bridge.rotary import prove_rotations
 from jackfield.contracts import (
     BindContext,
     FusedLayer,
@@ -180,6 +180,10 @@ class Mine(Kernel):
         return FusedRotary(self.make)
 
 
+def prove_rotation(registered: Registered, module: nn.Module, rotation: Any, *how: Any) -> None:
+    prove_rotations(registered, [(module, rotation)], *how)
+
+
 def registered(make: Callable[[nn.Module], Any]) -> Registered:
     return Registered(Mine(make), "stranger", "1.0", "ep")
 
@@ -309,6 +313,17 @@ def test_it_is_called_in_its_layers_and_taken_out_again() -> None:
     restore()
     assert torch.equal(model(ids).logits, due)
     assert (len(calls), layers.calls) == (count, count)
+
+
+def test_every_layer_is_proven() -> None:
+    """The second of two that are alike turns back."""
+    model = build("llama")
+    layers = [module for module in model.modules() if rotary_of(module) is not None]
+    pairs = [(module, right(module)) for module in layers]
+    prove_rotations(registered(right), pairs, *PLAIN)
+    pairs[-1] = layers[-1], WRONG["turned back"](rotary_of(layers[-1]))
+    with pytest.raises(ExecutionError, match="does not rotate as LlamaAttention does"):
+        prove_rotations(registered(right), pairs, *PLAIN)
 
 
 def test_what_is_never_called_is_counted_as_such() -> None:

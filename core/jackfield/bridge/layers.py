@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from jackfield.bridge.layer_proof import prove
-from jackfield.bridge.rotary import prove_rotation, rotating_by
+from jackfield.bridge.rotary import prove_rotations, rotating_by
 from jackfield.contracts import BindContext, FusedLayer, FusedRotary
 from jackfield.errors import ExecutionError, PlanError, PluginError, first_line, quoted
 from jackfield.guarded import fault, guarded
@@ -77,8 +77,7 @@ class Layers:
             prove(self.registered, made)
             return [(module, self._counted(module, forward)) for module, forward in made]
         dtype = getattr(torch, context.requirements.dtype)
-        for module, rotation in made:
-            prove_rotation(self.registered, module, rotation, dtype, context.device)
+        prove_rotations(self.registered, made, dtype, context.device)
         counted = [(module, self._counted(module, rotation)) for module, rotation in made]
         return [(module, rotating_by(module, rotation)) for module, rotation in counted]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from jackfield.errors import ExecutionError, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Registered
 
-_TEXTS = ((1, 1), (1, 2), (1, 5), (2, 3), (2, 1))  # how many, and tokens of each
+_TEXTS = ((1, 1), (1, 2), (1, 5), (2, 1), (2, 3))  # how many, and tokens of each
 _ROUNDINGS = 4
 
 Rotation = Callable[..., Any]
@@ -31,25 +31,43 @@ def rotating_by(module: nn.Module, rotation: Rotation) -> Callable[..., Any]:
 
 
 @torch.no_grad()
-def prove_rotation(
+def prove_rotations(
     registered: Registered,
-    module: nn.Module,
-    rotation: Rotation,
+    pairs: Sequence[tuple[nn.Module, Rotation]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Refuse a rotation that is not the layer's own, by ExecutionError.
+    """Refuse rotations that are not their layers' own, by ExecutionError.
 
-    Its numbers may be off the layer's own in float64 by twice what the layer's are, as these may be
+    Numbers may be off the layer's own in float64 by twice what the layer's are, as these may be
     lucky, and by a few roundings of the largest. `dtype` and `device` are those of the layer's
-    inputs: its weights may be stored as something else.
+    inputs: its weights may be stored as something else. Of layers of one class, with as many heads,
+    all but the first are compared on two texts alone.
     """
-    title, own, compared = type(module).__name__, rotary_of(module), 0
-    if own is None:
-        raise ExecutionError(f"{registered} fits {title}, which calls no {ROTARY}")
-    for given in _given(module, dtype, device):
+    known = set()
+    for module, rotation in pairs:
+        if (own := rotary_of(module)) is None:
+            raise ExecutionError(
+                f"{registered} fits {type(module).__name__}, which calls no {ROTARY}; its `fits` "
+                "has to refuse it"
+            )
+        kind = type(module), heads_of(module)
+        every = _given(module, dtype, device, _TEXTS if kind not in known else _TEXTS[-1:])
+        _prove(registered, type(module).__name__, own, rotation, every)
+        known.add(kind)
+
+
+def _prove(
+    registered: Registered,
+    title: str,
+    own: Rotation,
+    rotation: Rotation,
+    every: Iterable[Sequence[torch.Tensor]],
+) -> None:
+    compared = 0
+    for given in every:
         due, exact = _own(own, given), _own(own, [one.double() for one in given])
-        if due is None or exact is None or due[0].dtype != dtype:
+        if due is None or exact is None or due[0].dtype != given[0].dtype:
             continue  # this family turns whole heads alone, or takes no wider angles
         compared += 1
         lent = [one.clone() for one in given]
@@ -67,7 +85,7 @@ def prove_rotation(
 
 
 def _given(
-    module: nn.Module, dtype: torch.dtype, device: torch.device
+    module: nn.Module, dtype: torch.dtype, device: torch.device, every: Iterable[tuple[int, int]]
 ) -> Iterator[list[torch.Tensor]]:
     """Queries, keys, cosines and sines, as layers hand them on.
 
@@ -77,7 +95,7 @@ def _given(
     draw = torch.Generator().manual_seed(0)
     heads, kv_heads, whole = heads_of(module)
     for size, turned in ((whole, whole), (whole, whole // 2), (whole // 2, whole // 2)):
-        for (texts, tokens), shared in ((t, s) for t in _TEXTS for s in {1, t[0]}):
+        for (texts, tokens), shared in ((t, s) for t in every for s in {1, t[0]}):
             q, k = (
                 torch.randn(texts, tokens, n, size, generator=draw, device="cpu").transpose(1, 2)
                 for n in (heads, kv_heads)
@@ -85,7 +103,7 @@ def _given(
             half = torch.randn(shared, tokens, turned // 2, generator=draw, device="cpu")
             angles = 10 * half.repeat(1, 1, 2)
             cos, sin = angles.cos(), angles.sin()
-            for wide in {dtype, torch.float32}:
+            for wide in dict.fromkeys((dtype, torch.float32)):
                 kinds = (dtype, dtype, wide, wide)
                 yield [t.to(device, d) for t, d in zip((q, k, cos, sin), kinds, strict=True)]
 
@@ -99,7 +117,7 @@ def heads_of(module: Any) -> tuple[int, int, int]:
     return heads, kv_heads, size if isinstance(size, int) else 64
 
 
-def _own(function: Rotation, given: list[torch.Tensor]) -> Tensors | None:
+def _own(function: Rotation, given: Sequence[torch.Tensor]) -> Tensors | None:
     """What the layer's own function makes of it; None where it takes or returns something else."""
     try:
         q, k = function(*given)

@@ -126,10 +126,11 @@ class Kernel(Recordable):
     or dtype, or one that is further from the layer's own in float64 than twice the layer's rounding
     and a little, or an input that was written into, is an ExecutionError when the model is loaded,
     and a warning where `auto` chose it, which then goes on without. A rotation is
-    held to the layer's own function in the same way, for each layer: 1, 2 and 5 tokens, two texts
-    of 1 and 3 with angles of their own and shared ones, the layer's heads, all of a head turned and
-    half of it. Errors with other inputs are not detected.
-    Calls are counted. Where steps are recorded whole, it has to be `recordable`.
+    held to the layer's own function in the same way: of the first layer of each class and number of
+    heads 1, 2 and 5 tokens, two texts of 1 and 3, with angles of their own, shared ones and wider
+    ones, all of a head turned and half of it; of the others two texts of 3. Errors with other
+    inputs are not detected. Calls are counted. Where steps are recorded whole, it has to be
+    `recordable`.
     """
 
     kind: ClassVar[str] = "kernel"
