@@ -74,7 +74,8 @@ def _start(
 def _pages(table, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page of each key of a block that begins with a page or lies in one; `table` points at it.
 
-    A page is loaded once, and not for each of its keys: 1.3 times as fast on an NVIDIA H200.
+    A page is loaded once, and not for each of its keys: with pages of 64, and another tile, 1.2
+    times as fast on an NVIDIA H200.
     """
     page = tl.load(table).to(tl.int64) + tl.zeros([BLOCK_N], tl.int64)
     for other in tl.static_range(1, BLOCK_N // PAGE_SIZE):

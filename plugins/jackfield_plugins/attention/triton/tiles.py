@@ -44,7 +44,7 @@ PREFILL_TILES = {
 }
 #: Shared memory of a program, in bytes, that some GPUs have: 227 KiB on 9.0 and 10.0.
 ROOMY = 200 * 1024
-#: There, heads of 256 are read 2.2 times as fast (NVIDIA H200, bfloat16).
+#: There, attention of prompts with heads of 256 is 2.2 times as fast (NVIDIA H200, bfloat16).
 ROOMY_PREFILL_TILES = {**PREFILL_TILES, 2: {**PREFILL_TILES[2], 256: Tile(128, 32, 8, 2)}}
 #: Their rows are as many as `max_decode_rows` at most.
 DECODE_TILES = {
