@@ -311,8 +311,8 @@ def test_kernels_compile_for_gpus_that_are_not_here(
     1,020 bytes that a thread has in registers the assembler may spill an eighth. Most that spills
     does so by choice, up to 32 bytes: a thread gets half of the registers, and more programs run at
     a time. (Given all, heads of 64 took 1.5 times as long on an NVIDIA H200.) Heads of 80 in 16
-    bits on 8.0 have no choice: 92 bytes. Tiles that spare them were 1.25 and 2.1 times as slow
-    there with heads of 96, and no GPU of 8.0 was at hand.
+    bits on 8.0 have no choice: 92 bytes. Tiles that spare them took 1.25 and 2.1 times as long
+    on the H200 with heads of 96, and no GPU of 8.0 was at hand.
     """
     printed = natively("compile_triton.py", "80,90,100", dtypes, head_dims, groups, cache=tmp_path)
     every = [json.loads(line) for line in printed.splitlines()]
