@@ -238,6 +238,25 @@ def test_one_row(dtype: torch.dtype, bias: bool, size: int, outputs: int) -> Non
 
 
 @interpreted
+def test_a_norm_whose_weight_is_copied_begins_behind_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from jackfield_plugins.kernel.rms_norm import Meaning
+    from jackfield_plugins.kernel.triton_rms_norm import launch
+
+    early: list[bool] = []
+    whole = launch.compiled
+    monkeypatch.setattr(launch, "compiled", lambda *key: early.append(key[-1]) or whole(*key))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows, weight = torch.randn(3, 32, device=device), torch.randn(64, device=device)
+    for some, in_place in ((weight[:32], True), (weight[::2], False)):
+        found = launch.rms_norm(rows, some, Meaning(1e-6, 0, rounds_first=False))
+        due = torch.nn.functional.rms_norm(rows, (32,), some, 1e-6)
+        assert torch.allclose(found, due, atol=1e-6)
+        assert early.pop() is in_place
+
+
+@interpreted
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_gated_mlps(family: str) -> None:
     from jackfield_plugins.kernel.triton_one_row.launch import gated

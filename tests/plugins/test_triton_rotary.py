@@ -23,7 +23,7 @@ from jackfield.contracts import (
     KernelCapabilities,
     rotary_of,
 )
-from jackfield.errors import ExecutionError, PluginError
+from jackfield.errors import ExecutionError, PlanError, PluginError
 from jackfield.registry.backends import Choice, Registered
 from jackfield.spelling import AUTO
 from jackfield.testing.checks import verdict as judged
@@ -326,15 +326,20 @@ def test_every_layer_is_proven() -> None:
         prove_rotations(registered(right), pairs, *PLAIN)
 
 
-def test_what_is_never_called_is_counted_as_such() -> None:
-    """DeepSeek's layers have two functions, and a config says which they call."""
-    for interleaved in (True, False):
-        model = build("deepseek-v3", torch.float32)
-        model.config.rope_interleave = interleaved
-        (layers,) = bind_layers([Choice(registered(right), None, AUTO)], model, in_float32)
-        layers.install()
-        model(torch.tensor([[5, 6, 7]]))
-        assert layers.calls == (0 if interleaved else layers.replaced)
+def test_what_is_counted_is_the_rotation() -> None:
+    """DeepSeek's layers have two functions, and their config says in each step which they call."""
+    model, choice = build("deepseek-v3", torch.float32), Choice(registered(right), None, AUTO)
+    model.config.rope_interleave = True
+    with pytest.raises(PlanError, match="finds no layer"):
+        bind_layers([choice], model, in_float32)
+    model.config.rope_interleave = False
+    (layers,) = bind_layers([choice], model, in_float32)
+    layers.install()
+    model(torch.tensor([[5, 6, 7]]))
+    assert layers.calls == layers.replaced
+    model.config.rope_interleave = True
+    model(torch.tensor([[5, 6, 7]]))
+    assert layers.calls == layers.replaced
 
 
 def test_angles_that_are_wider_than_the_layers_dtype() -> None:

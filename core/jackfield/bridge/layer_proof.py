@@ -18,6 +18,11 @@ _SHAPES = ((1,), (2,), (5,), (2, 3))  # of the random rows on which both are com
 _ROUNDINGS = 4
 _AT_ONCE = 1 << 22  # weights of a linear in float64: 32 MiB
 
+NOT_OF_ONE_TENSOR = (
+    "which is no layer of one tensor, as those of a FusedLayer are; its `fits` has to refuse it "
+    "(a rotation is a FusedRotary)"
+)
+
 Forward = Callable[..., Any]
 
 
@@ -56,9 +61,9 @@ def compare(registered: Registered, module: nn.Module, forward: Forward) -> floa
     the layer's own are off, as a share of the largest.
     """
     given, most = _rows(module, _SHAPES), 0.0
-    _takes_rows(registered, module, given[0])
-    for some, exact in zip(given, _in_float64(module, given), strict=True):
-        own, new = module(some), _called(registered, module, forward, some)
+    every = [_own(registered, module, some) for some in given]
+    for some, own, exact in zip(given, every, _in_float64(module, given), strict=True):
+        new = _called(registered, module, forward, some)
         _alike(registered, module, own, new)
         scale, (rounding, summed) = exact.abs().max(), _epsilons(module)
         off = (own.double() - exact).abs().max()
@@ -68,16 +73,20 @@ def compare(registered: Registered, module: nn.Module, forward: Forward) -> floa
     return most
 
 
-def _takes_rows(registered: Registered, module: nn.Module, rows: torch.Tensor) -> None:
+def own_rows(module: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
+    """What the layer itself makes of them; None where it is `NOT_OF_ONE_TENSOR`."""
     try:
         found = module(rows)
-    except (TypeError, ValueError):
-        found = None
-    if not isinstance(found, torch.Tensor):
-        raise ExecutionError(
-            f"{registered} fits {type(module).__name__}, which is no layer of one tensor, as those "
-            "of a FusedLayer are; its `fits` has to refuse it (a rotation is a FusedRotary)"
-        )
+    except TypeError:
+        return None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _own(registered: Registered, module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    found = own_rows(module, rows)
+    if found is None:
+        raise ExecutionError(f"{registered} fits {type(module).__name__}, {NOT_OF_ONE_TENSOR}")
+    return found
 
 
 def _rows(module: nn.Module, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:

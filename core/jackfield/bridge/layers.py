@@ -36,7 +36,7 @@ class Layers:
         self.registered = registered
         self.calls = 0
         self._noted: list[nn.Module] | None = None  # what is called in a step that is recorded
-        self._forwards = self._made(fused, modules, context)
+        self._forwards = self._proven(fused, modules, context)
         self.replaced = len(self._forwards)
         whose = f" of {fused.source}" if fused.source else ""
         self.source = f"{self.replaced} {_names(self._forwards)}{whose}"
@@ -65,7 +65,7 @@ class Layers:
             for module, forward in here:
                 module.forward = forward
 
-    def _made(
+    def _proven(
         self,
         fused: FusedLayer | FusedRotary,
         modules: Sequence[nn.Module],

@@ -16,6 +16,11 @@ from jackfield.registry.backends import Registered
 
 _TEXTS = ((1, 1), (1, 2), (1, 5), (2, 1), (2, 3))  # how many, and tokens of each
 _ROUNDINGS = 4
+CALLS_NONE = f"which calls no {ROTARY}; its `fits` has to refuse it"
+TURNS_NO_PAIR = (
+    f"whose {ROTARY} takes or returns something else than queries and keys; its `fits` has to "
+    "refuse it"
+)
 
 Rotation = Callable[..., Any]
 Tensors = tuple[torch.Tensor, ...]
@@ -47,10 +52,7 @@ def prove_rotations(
     known = set()
     for module, rotation in pairs:
         if (own := rotary_of(module)) is None:
-            raise ExecutionError(
-                f"{registered} fits {type(module).__name__}, which calls no {ROTARY}; its `fits` "
-                "has to refuse it"
-            )
+            raise ExecutionError(f"{registered} fits {type(module).__name__}, {CALLS_NONE}")
         kind = type(module), heads_of(module)
         every = _given(module, dtype, device, _TEXTS if kind not in known else _TEXTS[-1:])
         _prove(registered, type(module).__name__, own, rotation, every)
@@ -66,7 +68,7 @@ def _prove(
 ) -> None:
     compared = 0
     for given in every:
-        due, exact = _own(own, given), _own(own, [one.double() for one in given])
+        due, exact = own_pair(own, given), own_pair(own, [one.double() for one in given])
         if due is None or exact is None or due[0].dtype != given[0].dtype:
             continue  # this family turns whole heads alone, or takes no wider angles
         compared += 1
@@ -78,10 +80,7 @@ def _prove(
         for new, one, right in zip(_pair(registered, found), due, exact, strict=True):
             _hold(registered, title, new, one, right)
     if not compared:
-        raise ExecutionError(
-            f"{registered} fits {title}, whose {ROTARY} takes or returns something else than "
-            "queries and keys; its `fits` has to refuse it"
-        )
+        raise ExecutionError(f"{registered} fits {title}, {TURNS_NO_PAIR}")
 
 
 def _given(
@@ -117,7 +116,7 @@ def heads_of(module: Any) -> tuple[int, int, int]:
     return heads, kv_heads, size if isinstance(size, int) else 64
 
 
-def _own(function: Rotation, given: Sequence[torch.Tensor]) -> Tensors | None:
+def own_pair(function: Rotation, given: Sequence[torch.Tensor]) -> Tensors | None:
     """What the layer's own function makes of it; None where it takes or returns something else."""
     try:
         q, k = function(*given)

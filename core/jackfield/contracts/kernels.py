@@ -91,6 +91,10 @@ class FusedRotary:
 ROTARY = "apply_rotary_pos_emb"
 
 
+#: What layers with both, as DeepSeek's, call where their config says `rope_interleave`.
+_OTHER = "apply_rotary_pos_emb_interleave"
+
+
 def rotary_of(module: nn.Module) -> Callable[..., Any] | None:
     """The function of the name `apply_rotary_pos_emb` that a layer calls; None: it calls none.
 
@@ -102,6 +106,9 @@ def rotary_of(module: nn.Module) -> Callable[..., Any] | None:
     forward = type(module).forward
     code = getattr(forward, "__code__", None)
     if code is None or not _calls_rotary(code):
+        return None
+    config = getattr(module, "config", None)
+    if _OTHER in code.co_names and getattr(config, "rope_interleave", False):
         return None
     found: Callable[..., Any] | None = forward.__globals__.get(ROTARY)
     return found

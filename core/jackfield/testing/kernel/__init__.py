@@ -21,6 +21,7 @@ from jackfield.testing.kernel.layers import (
     layers,
     variants,
 )
+from jackfield.testing.kernel.turning import rotates
 from jackfield.testing.subject import Subject
 
 WHOLE = 6  # classes of layers of which all is checked; of others a few rows
@@ -35,7 +36,7 @@ def checks(subject: Subject) -> Iterator[Check]:
         return
     if not found:
         yield Check("layers", "layers that it replaces", _fits_nothing)
-    if found and rotary.rotates(subject, *next(iter(found.items()))):
+    if found and rotates(subject, *next(iter(found.items()))):
         yield from rotary.checks(subject, found)
     else:
         yield from _of_layers(subject, found)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from jackfield.bridge.layer_proof import NOT_OF_ONE_TENSOR, own_rows
 from jackfield.testing.checks import WrongError
 from jackfield.testing.kernel.layers import Layer
 from jackfield.testing.watching import Snapshot
@@ -56,15 +57,9 @@ class Rows:
 
 def _own(layer: Layer, given: torch.Tensor) -> torch.Tensor:
     """What the layer itself returns. Raises WrongError where it takes or gives something else."""
-    try:
-        found = layer.module(given)
-    except TypeError:
-        found = None
-    if not isinstance(found, torch.Tensor):
-        raise WrongError(
-            f"it fits {type(layer.module).__name__}, which is no layer of one tensor, as those of "
-            "a FusedLayer are: its `fits` has to refuse it (a rotation is a FusedRotary)"
-        )
+    found = own_rows(layer.module, given)
+    if found is None:
+        raise WrongError(f"it fits {type(layer.module).__name__}, {NOT_OF_ONE_TENSOR}")
     return found
 
 

@@ -29,16 +29,13 @@ class TritonRmsNorm(TritonKernel):
         return is_rms_norm(module)
 
     def bind(self, context: BindContext) -> FusedLayer:
-        from jackfield_plugins.kernel.triton_rms_norm.launch import lies, rms_norm, warm
+        from jackfield_plugins.kernel.triton_rms_norm.launch import rms_norm, warm
 
         def make(module: Any) -> Any:
             meaning = meaning_of(module)
             warm(module.weight, meaning)
 
             def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-                if not lies(module.weight):
-                    own: torch.Tensor = type(module).forward(module, hidden_states)
-                    return own
                 return rms_norm(hidden_states, module.weight, meaning)
 
             return forward

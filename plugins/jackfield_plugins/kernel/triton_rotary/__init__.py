@@ -26,8 +26,6 @@ class TritonRotary(TritonKernel):
     def fits(self, module: nn.Module, options: Any) -> bool:
         from jackfield_plugins.kernel.triton_rotary.halves import turns_halves
 
-        if getattr(getattr(module, "config", None), "rope_interleave", False):
-            return False  # DeepSeek's layers call another function then
         own = rotary_of(module)
         return own is not None and turns_halves(own)
 
