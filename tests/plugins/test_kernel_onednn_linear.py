@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,18 +116,31 @@ def test_what_it_is_not_for_is_refused_by_name(asked: dict[str, Any], message: s
         jackfield.plan("demo", kernels="onednn-linear", **({"dtype": torch.float32} | asked))
 
 
-@pytest.mark.parametrize("inner", [16, 896, 8192])
-@torch.no_grad()
-def test_sums_in_the_order_of_the_inputs_are_no_fault(inner: int) -> None:
-    """Their errors grow with the root of their number: what is allowed must, too."""
-    module = nn.Linear(inner, 700)
-
-    def one_after_the_other(rows: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros(*rows.shape[:-1], 700)
-        for at in range(inner):
+def one_after_the_other(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(*rows.shape[:-1], module.out_features)
+        for at in range(module.in_features):
             found += rows[..., at, None] * module.weight[:, at]
         return found + module.bias
 
-    layer_proof.compare("it", module, one_after_the_other)  # type: ignore[arg-type]
+    return forward
+
+
+@pytest.mark.parametrize("outputs", [1, 8, 700])
+@pytest.mark.parametrize("inner", [16, 896, 8192])
+@torch.no_grad()
+def test_sums_in_the_order_of_the_inputs_are_no_fault(inner: int, outputs: int) -> None:
+    """Their errors grow with the root of their number: what is allowed must, too."""
+    module = nn.Linear(inner, outputs)
+    layer_proof.compare("it", module, one_after_the_other(module))  # type: ignore[arg-type]
     with pytest.raises(ExecutionError, match="does not compute what Linear does"):
         layer_proof.compare("it", module, lambda rows: module(rows.bfloat16().float()))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_an_output_next_to_nothing_is_rounded_as_the_others_are() -> None:
+    module = nn.Linear(896, 1)
+    (row,) = layer_proof._rows(module, ((1,),))
+    module.bias.zero_()
+    module.weight -= module(row) * row / row.square().sum()
+    layer_proof.compare("it", module, one_after_the_other(module))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jackfield.bridge.layer_proof import NOT_OF_ONE_TENSOR, own_rows
+from jackfield.bridge.layer_proof import NOT_OF_ONE_TENSOR, of_a_sum, own_rows
 from jackfield.testing.checks import WrongError
 from jackfield.testing.kernel.layers import Layer
 from jackfield.testing.watching import Snapshot
@@ -124,8 +124,8 @@ def held(layer: Layer, given: torch.Tensor) -> float:
     scale = exact.abs().amax(-1)
     # Layers of transformers compute in float32, also in float64.
     eps = max(torch.finfo(dtype).eps for dtype in (layer.dtype, torch.float32))
-    summed = given.shape[-1] ** 0.5 / 4 * torch.finfo(torch.float32).eps
-    allowed = 4 * (own - exact).abs().amax(-1) + (8 * eps + summed) * scale
+    rounding = 8 * eps + of_a_sum(given.shape[-1])
+    allowed = 4 * (own - exact).abs().amax(-1) + rounding * scale
     off = (found - exact).abs().amax(-1)
     if (bad := ~(off <= allowed)).any():
         at = tuple(int(i) for i in bad.nonzero()[0])
