@@ -30,11 +30,14 @@ _OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-TYPES = [
-    name
-    for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    if transformers.AutoConfig.for_model(name).is_encoder_decoder
-]
+def _is_one(name: str) -> bool:
+    try:
+        return bool(transformers.AutoConfig.for_model(name).is_encoder_decoder)
+    except ValueError:  # it is made of two others, which some versions want to be given
+        return False
+
+
+TYPES = [name for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if _is_one(name)]
 
 
 def _size(config: transformers.PreTrainedConfig) -> int:

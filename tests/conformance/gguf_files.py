@@ -77,7 +77,7 @@ def export(
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     _write_keys(writer, config)
     if tokenizer is not None:
-        write_tokenizer(writer, tokenizer)
+        write_tokenizer(writer, tokenizer, keys.pop("tokenizer.ggml.pre", "gpt-2"))
     for key, value in keys.items():
         _write_key(writer, key, value)
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -179,8 +179,8 @@ def _as_llama_cpp(name: str, values: Any, config: Any) -> Any:
     return values
 
 
-def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
-    """A byte-level BPE of transformers."""
+def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, pre: str) -> None:
+    """A byte-level BPE of transformers; `pre` names how it splits texts."""
     import json
 
     said = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -189,7 +189,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
     tokens = [names.get(place, f"[PAD{place}]") for place in range(max(names) + 1)]
     merges = [m if isinstance(m, str) else " ".join(m) for m in said["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([
         gguf.TokenType.CONTROL if added.get(n, {}).get("special") else

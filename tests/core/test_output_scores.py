@@ -17,6 +17,7 @@ BOTH = {"output_logits": True, "output_scores": True}
 ASKED: list[dict[str, Any]] = [
     {},
     {"repetition_penalty": 1.4, "suppress_tokens": [5, 6]},
+    {"repetition_penalty": 1.4, "renormalize_logits": True},
     {"no_repeat_ngram_size": 2, "min_new_tokens": 4, "eos_token_id": 7},
     {"logits_processor": [lambda ids, scores: scores.flip(-1)]},
 ]

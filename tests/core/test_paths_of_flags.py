@@ -45,7 +45,8 @@ def path_flags() -> Iterator[tuple[tuple[str, ...], str]]:
 
     for name, command in walk(typer.main.get_command(app), ()):
         for parameter in command.params:
-            typed = "Path" in str(parameter.type_descriptor.annotation)
+            told = getattr(parameter, "type_descriptor", None)  # of newer versions of typer
+            typed = "Path" in (str(told.annotation) if told else type(parameter.type).__name__)
             shared = name == ("explain",) and parameter.metavar in ("FILE", "FOLDER", "ADAPTER")
             if parameter.param_type_name == "option" and (typed or shared):
                 yield name, parameter.opts[0]

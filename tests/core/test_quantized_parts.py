@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from two_ranks import Load, two_ranks
@@ -164,7 +163,8 @@ def test_an_adapter_is_computed_beside_parts(
 ) -> None:
     model = folder("LlamaConfig")
     found = AutoModelForCausalLM.from_pretrained(model)
-    found.add_adapter(LoraConfig(r=3, lora_alpha=24, target_modules=["q_proj", "down_proj"]))
+    peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
+    found.add_adapter(peft.LoraConfig(r=3, lora_alpha=24, target_modules=["q_proj", "down_proj"]))
     for name, parameter in found.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3)

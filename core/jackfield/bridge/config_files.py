@@ -78,9 +78,10 @@ def _check_folder(folder: Path, location: str) -> dict[str, Any]:
             "in a folder of its own, and adapter=… that of the adapter"
         )
     if not config.is_file():
+        files = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+        give = f"its file {str(files[0])!r}" if files else "the folder that save_pretrained wrote"
         raise CheckpointError(
-            f"{location} has no config.json, so it is not a model folder; give the folder that "
-            "save_pretrained wrote"
+            f"{location} has no config.json, so it is not a model folder; give {give}"
         )
     if (defaults := folder / "generation_config.json").is_file():
         _check_defaults(defaults)
@@ -124,7 +125,8 @@ def is_folder(folder: Path, location: str, what: str = "a model folder") -> bool
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{shown(location)} cannot be read ({reason})") from None
     if is_path:
-        raise CheckpointError(f"{shown(location)} is not a folder; give {what} or a hub id")
+        home = " (~ is not expanded)" * location.startswith("~")
+        raise CheckpointError(f"{shown(location)} is not a folder{home}; give {what} or a hub id")
     return False
 
 
@@ -167,7 +169,7 @@ def _selectors(data: dict[str, Any]) -> dict[str, Any]:
 def config_tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """`config` and every config nested in it."""
     yield config
-    for key in config.sub_configs:
+    for key in type(config).sub_configs:  # a file may have a field of that name
         part = getattr(config, key, None)
         if isinstance(part, PreTrainedConfig):
             yield from config_tree(part)

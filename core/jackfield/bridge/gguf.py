@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf_config import config_of, tokenizer_of_file
-from jackfield.bridge.gguf_header import GgufHeader
+from jackfield.bridge.gguf_header import MAGIC, GgufHeader
 from jackfield.bridge.gguf_names import missing, weights_of_file
 from jackfield.bridge.gguf_on_the_hub import look_first
 from jackfield.bridge.gguf_parts import header_of, parts_of
@@ -26,7 +26,7 @@ from jackfield.contracts.quantizing import GGUF_BLOCKS
 from jackfield.errors import CheckpointError, quoted, shown
 from jackfield.foreign import named
 
-_ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
+_ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +72,19 @@ class GgufModel:
 
 
 def is_gguf(location: str) -> bool:
-    """Whether a caller means a GGUF file, here or of the hub: by its name."""
-    return location.endswith(".gguf") and not Path(location).is_dir()
+    """Whether a caller means a GGUF file: one here or of the hub by its name, or one that is here
+    under any name, by its first bytes.
+    """
+    path = Path(location)
+    try:
+        if location.lower().endswith(".gguf"):
+            return not path.is_dir()
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def open_gguf(location: str, revision: str | None) -> GgufModel:
@@ -131,7 +142,8 @@ def _file(location: str, revision: str | None) -> Path:
     path = Path(location)
     if _is_here(location):
         if not path.is_file():
-            raise CheckpointError(f"{shown(location)} is not a file; give a GGUF file")
+            home = " (~ is not expanded)" * location.startswith("~")
+            raise CheckpointError(f"{shown(location)} is not a file{home}; give a GGUF file")
         return path.absolute()
     found = _ON_THE_HUB.fullmatch(location)
     if found is None:

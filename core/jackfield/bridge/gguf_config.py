@@ -7,6 +7,8 @@ tensors.
 
 from __future__ import annotations
 
+import json
+import logging
 import struct
 import tempfile
 from collections.abc import Mapping
@@ -14,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from jackfield.bridge.gguf_header import Array, GgufHeader
+from jackfield.bridge.gguf_header import MAGIC, Array, GgufHeader
 from jackfield.bridge.gguf_rope import rope_of
-from jackfield.errors import CheckpointError, shown
+from jackfield.bridge.gguf_splits import UNNAMED, WITH_BOS, knows, split_as
+from jackfield.errors import CheckpointError, quoted, shown
 from jackfield.foreign import named
 
+logger = logging.getLogger("jackfield")
 _LONG = 10_000  # entries of a list that no config has
 
 #: What changes a model's numbers, and the field of a config for it. Not every mapping of
@@ -42,7 +47,8 @@ _MEANINGS: Mapping[str, str] = {
 #: How the file names the tokens that transformers knows by name, and how transformers does.
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 #: Vocabularies before whose texts llama.cpp writes a BOS where the file does not say.
-_WITH_BOS = ("llama", "llama-bpe")
+_WITH_BOS = ("llama", *WITH_BOS)
+_BYTE_LEVEL = "gpt2"  # how a file names a byte-level vocabulary, whoever has it
 
 
 def config_of(header: GgufHeader) -> PreTrainedConfig:
@@ -135,7 +141,7 @@ def _without_lists(header: GgufHeader) -> bytes:
         text = name.encode()
         one_float = struct.pack("<IQIQ", 1, 1, 0, number * 32)
         table.append(struct.pack("<Q", len(text)) + text + one_float)
-    start = b"GGUF" + struct.pack("<IQQ", 3, len(header.tensors), len(keys))
+    start = MAGIC + struct.pack("<IQQ", 3, len(header.tensors), len(keys))
     whole = b"".join([start, *keys, *table])
     return whole + bytes(-len(whole) % 32 + 32 * len(header.tensors))
 
@@ -147,6 +153,9 @@ def tokenizer_of_file(header: GgufHeader, config: PreTrainedConfig) -> Any | Non
         return None
     with named(f"transformers makes no tokenizer of {header.path}"):
         made, _ = _convert(config.model_type, described)
+        made = _of_the_list(made, len(described["tokens"]))
+    if described.get("tokenizer_type") == _BYTE_LEVEL:
+        _split(made, described.get("pre_tokenizer_type"), header)
     own: dict[str, Any] = {}
     for name, ours in _SPECIAL.items():
         place = header.values.get(f"tokenizer.ggml.{name}_token_id")
@@ -191,6 +200,31 @@ def _convert(model_type: str, described: dict[str, Any]) -> tuple[Any, dict[str,
     places: tuple[Any, ...] = (gguf, ggml)
     place = next(p for p in places if hasattr(p, "convert_gguf_tokenizer"))
     return place.convert_gguf_tokenizer(model_type, described)  # type: ignore[no-any-return]
+
+
+def _of_the_list(made: Tokenizer, count: int) -> Tokenizer:
+    """Without tokens beyond the file's, which transformers adds for names that it has by default:
+    the model has no rows for them.
+    """
+    if made.get_vocab_size() <= count:
+        return made
+    said = json.loads(made.to_str())
+    said["added_tokens"] = [one for one in said["added_tokens"] if one["id"] < count]
+    return Tokenizer.from_str(json.dumps(said))
+
+
+def _split(made: Tokenizer, name: object, header: GgufHeader) -> None:
+    if not knows(name):
+        raise CheckpointError(
+            f"{header.path} splits texts as {quoted(name)} does (tokenizer.ggml.pre), which is not "
+            "known here; give tokenizer=… of the model that it was made of"
+        )
+    if name in UNNAMED:
+        logger.warning(
+            "%s does not say how its vocabulary splits texts (tokenizer.ggml.pre): it is done as "
+            "GPT-2 does; where the model has another way, give tokenizer=…", header.path
+        )  # fmt: skip
+    split_as(made, name)
 
 
 def _token(tokens: list[str], place: Any, header: GgufHeader) -> str:

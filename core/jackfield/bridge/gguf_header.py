@@ -19,6 +19,8 @@ from typing import Any
 from jackfield.errors import CheckpointError, shown
 from jackfield.foreign import opened
 
+MAGIC = b"GGUF"  # what a file begins with
+
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # of tensors, where the file says nothing
 _MOST_DIMENSIONS = 4
@@ -120,7 +122,7 @@ def read_header(path: Path) -> GgufHeader:
         )
     with opened(path) as file:
         start = file.read(24)
-        if start[:4] != b"GGUF" or len(start) < 24:
+        if start[:4] != MAGIC or len(start) < 24:
             raise CheckpointError(f"{path} is not a GGUF file; fetch it again")
         try:
             with _mapped(file.fileno()) as content:

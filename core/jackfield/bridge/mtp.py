@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from jackfield.bridge.source import ModelSource
 
 _Mtp: Any = getattr(modeling_layers, "MtpModel", None)
+if not hasattr(_Mtp, "get_mtp_weights_regex"):  # one that cannot read them, before 5.20
+    _Mtp = None
 _Cache: Any = getattr(cache_utils, "MtpCache", None)
 #: Layers of a cache that keep the keys and values of a text, take some back, and nothing else.
 _LAYERS = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
@@ -56,7 +58,7 @@ def without_heads(model: PreTrainedModel) -> str | None:
     if type(count) is not int or count < 1:
         return f"the config of {type(model).__name__} has none (num_mtp_layers={count})"
     if _Mtp is None or _Cache is None:
-        return f"transformers {transformers.__version__} makes none (it has no MtpModel)"
+        return f"transformers {transformers.__version__} makes none (5.20 does)"
     if config.get_text_config(decoder=True) is not config:
         return f"{type(model).__name__} has its text model inside of another"
     try:

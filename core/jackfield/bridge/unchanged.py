@@ -59,5 +59,5 @@ class Unchanged:
 
 def _read(config: PreTrainedConfig) -> dict[str, Any]:
     """What a config says itself, without the configs in it."""
-    parts = config.sub_configs
+    parts = type(config).sub_configs
     return {n: v for n, v in vars(config).items() if n not in parts and not _UNREAD.search(n)}

@@ -109,7 +109,8 @@ class Settings(NamedTuple):
         structure: What the text must look like; None: anything.
         skip_special_tokens: Whether the text leaves out special tokens; otherwise it leaves out
             the EOS that ends it.
-        renormalize_logits: Whether log-probabilities of beams are normalized after all else.
+        renormalize_logits: Whether the scores that are returned, and by which beams are compared,
+            are made log-probabilities after all else. It changes no draw.
     """
 
     max_new_tokens: int

@@ -76,7 +76,17 @@ def of_request(name: str, value: Any) -> str:
                 if theirs == "json_schema" and isinstance(said, Mapping):
                     said = said.get("schema", said)
                 return f"write {ours}={_shown(said)}"
+        if name == "logit_bias" and (biases := _biases(value)):
+            return f"write sequence_bias={_shown(biases)}"
     return _with_value(name, _chosen(REQUESTS, name, value), value)
+
+
+def _biases(value: Mapping[Any, Any]) -> list[list[Any]]:
+    """As `sequence_bias` has them; none where one of them is no number of a token."""
+    pairs = [(str(token), bias) for token, bias in value.items()]
+    if not all(token.isdecimal() and type(bias) in (int, float) for token, bias in pairs):
+        return []
+    return [[[int(token)], float(bias)] for token, bias in pairs]
 
 
 def _chosen(table: Mapping[str, str], name: str, value: Any) -> str:

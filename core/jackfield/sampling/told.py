@@ -18,6 +18,8 @@ Shown = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 class Told:
     """The `rows` of a step that are told of, and their `logits` `[told, vocab]`, a copy.
 
+    Scores of `normalized` rows are log-probabilities again, as `renormalize_logits` asks.
+
     From a GPU they and the scores are on their way to the host: they are there when somebody has
     waited for what the device was told later.
     """
@@ -25,6 +27,7 @@ class Told:
     rows: Seq[int]
     index: torch.Tensor
     logits: torch.Tensor
+    normalized: frozenset[int]
     scores: torch.Tensor | None = None
 
     @classmethod
@@ -33,7 +36,8 @@ class Told:
         rows = pipeline.settled.told
         index = pipeline.block.put(list(rows), torch.long)
         pipeline.block.send()
-        return cls(rows, index, _leaving(logits, index))
+        normalized = pipeline.rows.asking(lambda s: s.renormalize_logits)
+        return cls(rows, index, _leaving(logits, index), frozenset(normalized))
 
     def chosen_by(self, scores: torch.Tensor) -> Told:
         """With what the tokens are chosen by, `[rows, vocab]` of all rows."""
@@ -45,7 +49,10 @@ class Told:
         logits, scores = self.logits, self.scores
         if self.index.is_cuda:  # page-locked memory is for what is on its way
             logits, scores = logits.clone(), scores.clone()
-        return {row: (logits[i], scores[i]) for i, row in enumerate(self.rows)}
+        return {
+            row: (logits[i], scores[i].log_softmax(-1) if row in self.normalized else scores[i])
+            for i, row in enumerate(self.rows)
+        }
 
 
 def _leaving(numbers: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -41,32 +41,48 @@ struct alignas(sizeof(Number) == 1 ? 64 : 32) Rounded {
     template <class T>
     explicit Rounded(const T* from) {
         constexpr int parts = ROUNDED / WIDE;
-        Vec<float> x[parts], most{}, odd{};
+        const auto larger = [](Integers a, Integers b) { return a > b ? a : b; };
+        Vec<float> x[parts];
+        Integers most{};  // as bits: of what is not finite they are larger than of any number
         each<parts>([&](auto i) ALWAYS_INLINE {
             x[i] = load(from + i * WIDE);
-            Vec<float> size = as<Vec<float>>(as<Words>(x[i]) & 0x7fffffff);
-            most = size > most ? size : most;
-            odd += x[i] * 0.0f;  // NaN of what is not finite
+            most = larger(most, as<Integers>(x[i]) & 0x7fffffff);
         });
-        float largest = 0, none = 0;
-        for (int i = 0; i < WIDE; i++) largest = std::max(largest, most[i]), none += odd[i];
+        const float largest = as<float>(across(most, larger)[0]), none = largest * 0.0f;
         const bool nothing = largest < 0x1p-100f;  // or its inverse would be infinite
         const float by = nothing ? 0.0f : LARGEST / largest;
-        alignas(WIDTH) int32_t whole[ROUNDED];
+        Integers sums[2] = {};
         each<parts>([&](auto i) ALWAYS_INLINE {
             Vec<float> share = x[i] * by;
             as_written(share);
-            Integers found = as<Integers>(share + 0x1.8p23f) - 0x4b400000;
-            std::memcpy(whole + i * WIDE, &found, sizeof found);
+            const Integers whole = as<Integers>(share + 0x1.8p23f) - 0x4b400000;
+            sums[i * WIDE / (ROUNDED / 2)] -= whole;
+            place(whole, i * WIDE);
         });
-        for (int i = 0; i < ROUNDED; i++) values[i] = Number(whole[(i & ~7) + ORDER<Number>[i & 7]]);
-        for (int half = 0; half < 2; half++) {
-            halves[half] = 0;
-            for (int i = 0; i < ROUNDED / 2; i++) halves[half] -= Number(whole[half * ROUNDED / 2 + i]);
-        }
+        for (int half = 0; half < 2; half++)
+            halves[half] = across(sums[half], [](Integers a, Integers b) { return a + b; })[0];
         less = halves[0] + halves[1];
         scale = (nothing ? 0.0f : largest / LARGEST) + none;
         sum = scale * -less;
+    }
+
+   private:
+    // Those of a vector, from input `at` on, each 8 in their order.
+    ALWAYS_INLINE void place(Integers whole, int at) {
+        if constexpr (WIDE < 8) {
+            for (int i = 0; i < WIDE; i++)
+                for (int to = 0; to < 8; to++)
+                    if (ORDER<Number>[to] == (at + i) % 8) values[(at & ~7) + to] = Number(whole[i]);
+        } else {
+            typedef Number Few __attribute__((vector_size(WIDE * sizeof(Number))));
+            const auto few = __builtin_convertvector(ordered(whole, std::make_integer_sequence<int, WIDE>()), Few);
+            std::memcpy(values + at, &few, sizeof few);
+        }
+    }
+
+    template <int... lane>
+    static Integers ordered(Integers whole, std::integer_sequence<int, lane...>) {
+        return in_order(whole, std::integer_sequence<int, (lane & ~7) + ORDER<Number>[lane & 7]...>());
     }
 };
 

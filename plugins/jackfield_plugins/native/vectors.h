@@ -151,6 +151,28 @@ inline V pick(V x, V y, std::integer_sequence<int, lane...>) {
 #endif
 }
 
+// What `both` makes of all lanes, in each of them.
+template <int step = 1, class V, class Both>
+inline ALWAYS_INLINE V across(V v, Both both) {
+    constexpr int lanes = sizeof(V) / sizeof(v[0]);
+    if constexpr (step == lanes) {
+        return v;
+    } else {
+        return across<2 * step>(both(v, pick<step, step>(v, v, std::make_integer_sequence<int, lanes>())), both);
+    }
+}
+
+// Lane i of the result is the i-th of these lanes.
+template <class V, int... lane>
+inline V in_order(V v, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(v, v, lane...);
+#else
+    typedef decltype(v < v) Index;
+    return __builtin_shuffle(v, Index{lane...});
+#endif
+}
+
 // Lane i of the result is the sum of all lanes of v[i]: in each round, pairs become one. Only the rounds from
 // `step` to before `end`: a second call with `step = end` does the rest, on the results for `end` vectors each.
 template <class T, int step = 1, int end = Vector<T>::lanes>
