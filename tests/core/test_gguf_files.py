@@ -330,3 +330,19 @@ def test_a_file_of_the_hub(demo: Path, tmp_path: Path) -> None:
         [sys.executable, script, demo, tmp_path], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["model.GGUF", "sha256-4b7f", "model.bin"])
+def test_a_file_of_another_name(name: str, demo: Path, tmp_path: Path) -> None:
+    path = shutil.copy(demo, tmp_path / name)
+    with jackfield.load(path) as engine:
+        assert engine.generate("Sort: 3 1 2", max_new_tokens=2)[0].token_ids
+
+
+def test_a_folder_with_a_file_in_it_names_the_file(demo: Path) -> None:
+    assert f"give its file '{demo}'" in refusal(demo.parent)
+
+
+@pytest.mark.parametrize("name", ["~/model.gguf", "~/model"])
+def test_a_home_that_nobody_expands(name: str) -> None:
+    assert "(~ is not expanded)" in refusal(name)

@@ -346,3 +346,15 @@ def test_advice_of_an_engine_can_be_typed(capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().err
     assert said.endswith("choose a decoding that does: --decoding beam offers one\n")
     assert cli.run([*asked, "--decoding", "beam"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("biases", "written"),
+    [
+        ({5: -100}, "sequence_bias=[[[5], -100.0]]"),
+        ({"5": 1.5, "7": -2}, "sequence_bias=[[[5], 1.5], [[7], -2.0]]"),
+        ({"yes": 1}, "sequence_bias=[[[5], 1.0]]"),
+    ],
+)
+def test_biases_are_answered_with_their_own_numbers(biases: Any, written: str) -> None:
+    assert of_request("logit_bias", biases) == f"write {written}"

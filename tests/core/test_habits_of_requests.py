@@ -10,7 +10,7 @@ import pytest
 import torch
 from drafting import draft_of
 from families import VOCAB, build, character_tokenizer
-from transformers import GenerationConfig, MaxTimeCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, MaxTimeCriteria, StoppingCriteriaList, TextStreamer
 from transformers.generation.stopping_criteria import EosTokenCriteria, StopStringCriteria
 
 import jackfield
@@ -172,6 +172,10 @@ def test_a_streamer_of_several_texts_or_of_no_kind(engine: jackfield.Engine) -> 
     for call, words in (
         (lambda: engine.generate(PROMPTS, streamer=heard), "streamer is told one text, and 3"),
         (lambda: engine.generate(PROMPTS[0], streamer=print), "streamer must have put and end"),
+        (
+            lambda: engine.generate(PROMPTS[0], streamer=TextStreamer),
+            "streamer is the class TextStreamer; give one",
+        ),
         (
             lambda: engine.generate(
                 PROMPTS[0], streamer=heard, num_return_sequences=2, temperature=1.0

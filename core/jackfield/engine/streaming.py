@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 def check_streamer(streamer: Any, sequences: int) -> None:
     """Raise SettingsError unless it can be told the tokens of so many sequences."""
+    if isinstance(streamer, type):
+        name = streamer.__name__
+        raise SettingsError(f"streamer is the class {name}; give one of it: {name}(tokenizer)")
     if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise SettingsError(
             f"streamer must have put and end, as transformers' TextStreamer has, not "

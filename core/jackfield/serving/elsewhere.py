@@ -6,6 +6,7 @@ _CHAT = "POST /v1/chat/completions goes on with a conversation"
 _TEXT = "POST /v1/completions goes on with a text"
 _NO_EMBEDDINGS = "texts are made here, and no embeddings or scores"
 _RUNS = "GET /v1/models, /v1/plan and /v1/report say what runs"
+_HEALTH = "GET /health says whether requests are answered, /health/live whether it lives"
 _TOKENS = "POST /v1/completions with max_tokens 0 and echo true counts the tokens of a prompt"
 
 #: path -> what there is
@@ -26,6 +27,8 @@ _PATHS = {
         ("/api/ps", "/api/show", "/api/tags", "/api/version", "/get_model_info", "/info", "/models",
          "/props", "/slots", "/v1/version", "/version"), _RUNS,
     ),
+    "/apply-template": _CHAT,
+    **dict.fromkeys(("/v1/health", "/healthz", "/readyz", "/livez"), _HEALTH),
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/messages/count_tokens"), _TOKENS),
     **dict.fromkeys(
         ("/load_lora_adapter", "/lora-adapters", "/unload_lora_adapter", "/v1/load_lora_adapter",
