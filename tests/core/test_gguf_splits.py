@@ -110,6 +110,11 @@ def test_a_rule_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         assert engine.generate("1. one", max_new_tokens=2)[0].token_ids
 
 
+@pytest.mark.parametrize("name", [5, ["gpt-2"], b"gpt-2", True])
+def test_what_is_no_name_is_not_known(name: Any) -> None:
+    assert not knows(name)
+
+
 def test_a_file_without_a_rule_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = written(tmp_path / "model.gguf", own("gpt-2"), "default")
     with caplog.at_level(logging.WARNING, "jackfield"):

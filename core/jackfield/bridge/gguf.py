@@ -83,7 +83,7 @@ def is_gguf(location: str) -> bool:
             return False
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
-    except OSError:
+    except OSError:  # whoever reads it as something else says why
         return False
 
 

@@ -161,8 +161,9 @@ def tokenizer_of_file(header: GgufHeader, config: PreTrainedConfig) -> Any | Non
         place = header.values.get(f"tokenizer.ggml.{name}_token_id")
         if place is not None:
             own[f"{ours}_token"] = _token(described["tokens"], place, header)
-    kinds = {described.get("tokenizer_type"), described.get("pre_tokenizer_type")}
-    begins = header.values.get("tokenizer.ggml.add_bos_token", not kinds.isdisjoint(_WITH_BOS))
+    kinds = described.get("tokenizer_type"), described.get("pre_tokenizer_type")
+    usual = any(kind in _WITH_BOS for kind in kinds)
+    begins = header.values.get("tokenizer.ggml.add_bos_token", usual)
     ends = header.values.get("tokenizer.ggml.add_eos_token", False)
     template = header.values.get("tokenizer.chat_template")
     with named(f"the tokenizer of {header.path}"):

@@ -8,6 +8,7 @@ has them of each model's own tokenizer.json.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
@@ -68,17 +69,17 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
 UNNAMED = (None, "", "default")
 
 
-def knows(name: object) -> bool:
+def knows(name: object) -> TypeGuard[str | None]:
     """Whether texts can be split as a vocabulary of that name wants."""
-    return name in UNNAMED or name in _SPLITS
+    return name in UNNAMED or (isinstance(name, str) and name in _SPLITS)
 
 
-def split_as(made: Tokenizer, name: object) -> None:
+def split_as(made: Tokenizer, name: str | None) -> None:
     """Have `made` split texts by the rule of that name, which `knows`; without one, as GPT-2 does.
 
     It is changed in place.
     """
-    splits = _SPLITS.get(name, (_GPT2,)) if isinstance(name, str) else (_GPT2,)
+    splits = (_GPT2,) if name in UNNAMED else _SPLITS[name]
     made.pre_tokenizer = pre_tokenizers.Sequence([
         *(pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
