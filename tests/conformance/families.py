@@ -47,6 +47,8 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
+#: What transformers calls a model's own attention where that is not "eager".
+OWN = {"falcon-alibi": "sdpa"}
 FAMILIES = {
     "llama": Family("LlamaConfig", _GATED),
     "llama-mqa": Family("LlamaConfig", {**_GATED, "num_key_value_heads": 1}),
@@ -245,7 +247,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrai
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(
-            config_of(name), attn_implementation="eager"
+            config_of(name), attn_implementation=OWN.get(name, "eager")
         )
         for parameter_name, parameter in model.named_parameters():
             if "sink" in parameter_name:

@@ -213,10 +213,11 @@ def test_a_plugin_that_cannot_is_refused_before_weights_load(
 @pytest.mark.parametrize(("family", "name", "feature"), REFUSED)
 def test_a_refusal_leaves_a_live_model_as_it_was(family: str, name: str, feature: str) -> None:
     model = build(family)
+    own = model.config._attn_implementation
     before = internals()
     with pytest.raises(PlanError, match=f"does not support {feature}"):
         model.set_attn_implementation(name)
-    assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == own
     assert internals() == before
 
 

@@ -69,6 +69,8 @@ def test_a_path_that_cannot_be(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()  # a new package wants a folder of its own
     for what, path in BAD.items():
+        if "\0" in path:  # which no argument of a process can have
+            continue
         done = cli(*command, flag, path, *OTHERS.get(command[0], []), stdin="")
         assert done.code == 2, (what, done)
         assert done.err.startswith("error: "), (what, done.err)

@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from jackfield.bridge.encoders import has_encoder, part_configs
 from jackfield.bridge.model_attention import model_attention, narrow_eager_mask
-from jackfield.bridge.model_layers import attention_modules, looks_up
+from jackfield.bridge.model_layers import attention_modules, looks_up, own_implementation
 from jackfield.bridge.native_attention import NativeAttention
 from jackfield.bridge.probe import FEATURE_KWARGS, PLAIN_KWARGS, stray
 from jackfield.bridge.tally import Tally
@@ -84,6 +84,7 @@ class AttentionBinding:
         self.tally = Tally()
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
+        self.implementation: str | None = None  # what transformers calls that code
         self.native: NativeAttention | None = None
         self.tap: Tap | None = None
         self.replace: Callable[[Stand], Callable[[], None]] | None = None
@@ -152,8 +153,12 @@ class AttentionBinding:
         the model reads the very name.
         """
         self.by_lookup = False
+        if implementation == "eager":
+            implementation = own_implementation(model)
+        self.implementation = implementation
         classes: set[Any] = {type(module) for _, module in attention_modules(model)}
-        if any(map(looks_up, classes)) or type(model)._can_set_attn_implementation():
+        reads = any(map(looks_up, classes)) or type(model)._can_set_attn_implementation()
+        if reads or implementation != "eager":
             self.key = implementation
             return
         self.key = f"{KEY}{next(_serial)}"

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.encoders import cached_config, has_encoder
 from jackfield.bridge.layer_configs import of_all
-from jackfield.bridge.quirks import READS_THE_NAME
+from jackfield.bridge.quirks import ADDS_ITS_BIAS_TWICE, READS_THE_NAME
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
@@ -80,6 +80,11 @@ def replaceable(model: PreTrainedModel) -> bool:
     if not all(map(looks_up, classes)):
         return False
     return not READS_THE_NAME.holds(model)
+
+
+def own_implementation(model: PreTrainedModel) -> str:
+    """What transformers calls the attention in the model's own code, where it is right."""
+    return "sdpa" if ADDS_ITS_BIAS_TWICE.holds(model) else "eager"
 
 
 @functools.cache

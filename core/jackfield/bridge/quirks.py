@@ -92,6 +92,10 @@ def _reads_the_name(model: PreTrainedModel) -> bool:
     return module is not None and bool(_READS_NAME.search(inspect.getsource(module)))
 
 
+def _adds_its_bias_twice(model: PreTrainedModel) -> bool:
+    return bool(getattr(_text(model), "alibi", False)) and _reads_the_name(model)
+
+
 def _multiplies_by_itself(model: PreTrainedModel) -> bool:
     module = sys.modules.get(type(model).__module__)
     if module is None:
@@ -151,6 +155,15 @@ READS_THE_NAME = Quirk(
     "its attention is not replaced; the feature own_attention",
 )
 
+ADDS_ITS_BIAS_TWICE = Quirk(
+    _adds_its_bias_twice,
+    ("falcon",),
+    "under the name 'eager' its ALiBi is added to scores that a mask adds it to once more; under "
+    "'sdpa', which it takes where nothing is said, the mask alone has it",
+    "its own attention is run under the name 'sdpa'",
+    (("alibi", True),),
+)
+
 ROTATES_BY_LENGTH = Quirk(
     _rotates_by_length,
     ("llama", "mistral"),
@@ -187,6 +200,6 @@ MULTIPLIES_BY_ITSELF = Quirk(
 
 TABLE = (
     NUMBERS_COLUMNS, READS_A_PREFIX, STRETCHES_POSITIONS, KEEPS_STATE, HAS_ITS_OWN_CACHE,
-    READS_THE_NAME, ROTATES_BY_LENGTH, HAS_EXPERTS_OF_NOTHING, COUNTS_ROWS,
+    READS_THE_NAME, ADDS_ITS_BIAS_TWICE, ROTATES_BY_LENGTH, HAS_EXPERTS_OF_NOTHING, COUNTS_ROWS,
     MULTIPLIES_BY_ITSELF,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from jackfield.bridge.attention import KEY, AttentionBinding
 from jackfield.bridge.drivable import check_decoder
 from jackfield.bridge.meta_model import meta_model
-from jackfield.bridge.model_layers import replaceable
+from jackfield.bridge.model_layers import own_implementation, replaceable
 from jackfield.bridge.requirements import describe
 from jackfield.contracts import BindContext
 from jackfield.devices import input_device
@@ -207,10 +207,10 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = N
             _users[key].add(model)
             return key
     binding = AttentionBinding(registered, context, shape)
-    if not binding.by_lookup:
+    if binding.implementation is not None:
         # Its classes may be chosen by transformers' own names while it is made.
         binding.remove()
-        return "eager"
+        return binding.implementation
     _bindings[binding.key], _uses[binding.key], _names[binding.key] = binding, used, name
     _users[binding.key] = weakref.WeakSet([model])
     # A key is written in a config and lives as long; must not refer to the config.
@@ -223,6 +223,8 @@ def selected(model: PreTrainedModel) -> str:
     key = str(model.config.get_text_config(decoder=True)._attn_implementation)
     if key in _names:
         return _names[key]
+    if key != "eager" and key == own_implementation(model):
+        return "eager"  # as the plugin of the model's own code is called
     check_free(model)  # the attention of an engine has no name that a caller could give
     if not any(registered.name == key for registered in registry().of_kind("attention")):
         raise UsageError(

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import transformers
 
+from jackfield.bridge.model_layers import own_implementation
+
 VOCAB = 97
 WINDOW = 4
 CONTEXT = 192
@@ -207,6 +209,7 @@ def build(
         for own, parameter in model.named_parameters():
             if "sink" in own:
                 torch.nn.init.normal_(parameter)
+    model.config._attn_implementation = own_implementation(model)
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval()  # type: ignore[no-any-return]
 
@@ -225,7 +228,7 @@ class Reference:
     ) -> None:
         self._prompts = prompts
         self._own = copy.deepcopy(model).eval()
-        self._own.set_attn_implementation("eager")
+        self._own.config._attn_implementation = own_implementation(model)
         self._exact = copy.deepcopy(self._own).double()
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 
