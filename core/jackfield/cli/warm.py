@@ -46,6 +46,11 @@ def warm(
                 "or no compiler"
             )
         ran = engine.report()["compiler"]
+        if ran.compiled is not None and ran.compiled.kept < ran.compiled.graphs:
+            raise UsageError(
+                f"graphs of {model} cannot be kept for other processes: something in it has no "
+                "form on disk (a hook, an odd attribute, a constant), or a warning above says what"
+            )
         compiler = engine.plan["compiler"].registered.backend
         assert isinstance(compiler, Compiler)
         compiler.warmed(engine.plan.requirements)

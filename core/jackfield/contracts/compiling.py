@@ -82,6 +82,7 @@ class Compilation(ABC):
         source: By what it compiles; goes into reports.
         graphs: How many were compiled so far; the backend counts.
         seconds: The time that took, from the first call of a shape to its first computation.
+        kept: How many of `graphs` are on disk for the next process; the backend counts.
         num_bytes: What recordings take on the device.
         anew: A request came, and the model may have been changed before it. Set by the engine; a
             backend that keeps what it compiled compares the whole model then, and unsets it.
@@ -101,6 +102,7 @@ class Compilation(ABC):
     source: str | None = None
     graphs: int = 0
     seconds: float = 0.0
+    kept: int = 0
     anew: bool = True
     native_operators: NativeOperators = MappingProxyType({})
     native_attention: Callable[..., Seq[NativeCall] | None] = staticmethod(_not_native)
@@ -237,9 +239,8 @@ class Compiler(Backend):
         """Compare the job with `capabilities`; extend it for what those cannot express.
 
         What cannot be taken apart is refused for every compiler: a model's own attention, masks or
-        biases, linear-attention layers, layers that share keys and values, code that numbers of a
-        step decide (`branches`), experts that are computed one by one, and models on several
-        devices.
+        biases, linear-attention layers, code that numbers of a step decide (`branches`), experts
+        that are computed one by one, and models on several devices.
 
         Args:
             requirements: The job, with what the kinds decided before imply.
@@ -315,7 +316,8 @@ class Compiler(Backend):
     def warmed(self, requirements: Requirements) -> None:
         """What steps of this job were compiled to is on disk; `auto` may choose it from now on.
 
-        Called by `jackfield warm`, after `ahead` with each size.
+        Called by `jackfield warm`, after `ahead` with each size, where `kept` says that all of
+        `graphs` are on disk.
 
         Args:
             requirements: The job, as it was planned.

@@ -91,7 +91,7 @@ class Observer:
             return observe("compiler", registered, steps)
         made = self._compiled.compilation
         seen = observe("compiler", registered, self._compiled.steps, made.source)
-        compiled = Compiled(made.graphs, made.seconds, num_bytes=made.num_bytes)
+        compiled = Compiled(made.graphs, made.seconds, num_bytes=made.num_bytes, kept=made.kept)
         if (whole := self._compiled.recorded) is not None:
             compiled = replace(
                 compiled,

@@ -19,7 +19,8 @@ class Compiled:
 
     `whole` steps were played that are recorded with their attention, which steps of up to `rows`
     sequences are now, of these sizes; `given_up` says why not more are that were planned.
-    `num_bytes` is what recordings take on the device.
+    `num_bytes` is what recordings take on the device; `kept` programs are on disk for the next
+    process.
     """
 
     graphs: int = 0
@@ -28,6 +29,7 @@ class Compiled:
     rows: tuple[int, ...] = ()
     given_up: str | None = None
     num_bytes: int = 0
+    kept: int = 0
 
     def since(self, before: Compiled) -> Compiled:
         """What was compiled and played after `before`."""
@@ -35,6 +37,7 @@ class Compiled:
             self,
             graphs=self.graphs - before.graphs,
             seconds=self.seconds - before.seconds,
+            kept=self.kept - before.kept,
             whole=self.whole - before.whole,
         )
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
-import sys
-import types
 from collections.abc import Mapping, Sequence
 from operator import getitem, is_
 from typing import Any
 
 import torch
 from torch import nn
+
+from jackfield_plugins.compiler.reaching import Reached, is_torch
 
 #: Hooks that are called for all modules there are.
 EVERYWHERE = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
@@ -78,11 +77,14 @@ class _Code:
         bases = dict.fromkeys(base for cls in classes for base in cls.__mro__) if closely else ()
         self._bodies = [(base, dict(vars(base))) for base in bases if not is_torch(base.__module__)]
         self._methods = self._of_classes()
-        self._functions = [
-            (vars(sys.modules[file]), key, function)
-            for file in dict.fromkeys(cls.__module__ for cls in classes)
-            for key, function in (functions_of(file).items() if not is_torch(file) else ())
+        places = list(Reached(classes).places.values())
+        #: What is changed where it lies is compared with how it was.
+        self._lists = [
+            (place.home, place.name, copy.deepcopy(place.found))
+            for place in places
+            if type(place.found) in _CONTAINERS and _is_plain(place.found, _DEEP)
         ]
+        self._places = [place[1:] for place in places]
         self._hooked = self._hooking()
 
     def _of_classes(self) -> list[Any]:
@@ -95,7 +97,8 @@ class _Code:
         return (
             all(map(is_, self._of_classes(), self._methods))
             and all(_is_same(vars(base), body) for base, body in self._bodies)
-            and all(home.get(key) is function for home, key, function in self._functions)
+            and all(home.get(name) is found for home, name, found in self._places)
+            and all(home[name] == before for home, name, before in self._lists)
             and self._hooking() == self._hooked
         )
 
@@ -213,25 +216,3 @@ def _is_plain(found: Any, deep: int) -> bool:
         inside = found.values() if type(found) is dict else found
         return deep > 0 and all(_is_plain(one, deep - 1) for one in inside)
     return type(found) in _PLAIN
-
-
-def functions_of(home: str) -> dict[str, Any]:
-    """The functions that a module's code finds by their names."""
-    beside = vars(sys.modules[home]) if home in sys.modules else {}
-    return {name: one for name, one in list(beside.items()) if is_code(one) or is_called(one)}
-
-
-def is_called(found: Any) -> bool:
-    return callable(found) and not isinstance(found, type)
-
-
-def is_torch(home: str) -> bool:
-    """Whether a module is one of torch's, which stay as they are."""
-    return home == "builtins" or home.partition(".")[0] == "torch"
-
-
-_WRAPPERS = (staticmethod, classmethod, property, functools.partial, functools.partialmethod)
-
-
-def is_code(found: Any) -> bool:
-    return isinstance(found, (types.FunctionType, types.MethodType, *_WRAPPERS))

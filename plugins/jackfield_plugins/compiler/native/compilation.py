@@ -123,10 +123,12 @@ class NativeCompilation(Compilation):
         if found is None:
             self._kept = self._kept or KeptGraphs(self._model)
             found = self._kept.read(*size)
+            kept = found is not None
             if found is None:
                 found = self._traced(step, size)
-                self._kept.keep(found)
+                kept = self._kept.keep(found)
             self._graphs[size] = found
+            self.kept += kept
             self.graphs += 1
         return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import types
 from collections.abc import Iterable, Iterator
 from enum import Enum
@@ -15,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from jackfield_plugins.compiler.holding import functions_of, is_called, is_code, is_torch
+from jackfield_plugins.compiler.reaching import Place, is_torch
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, range, slice)
@@ -61,7 +62,8 @@ class Fingerprints:
         if (parts := _parts(value)) is not None:
             return f"{_name(value)} ({', '.join([self.of(one, within) for one in parts])})"
         inside, stands = getattr(value, "__dict__", None), is_torch(type(value).__module__)
-        if isinstance(value, type | types.ModuleType) or stands or not inside or within == _WITHIN:
+        named = isinstance(value, type | types.ModuleType | logging.Logger)
+        if named or stands or not inside or within == _WITHIN:
             return _name(value)
         shaping = {name: one for name, one in inside.items() if name not in FROM}
         return f"{_name(value)} {self.of(shaping, within + 1)}"
@@ -71,18 +73,10 @@ class Fingerprints:
         few = tensor.numel() <= _FEW and tensor.device.type == "cpu"
         return f"{text} {tensor.tolist()}" if few and type(tensor) is torch.Tensor else text
 
-    def code_of(self, classes: Iterable[type]) -> Iterator[str]:
-        """The methods of `classes` and of what they inherit from, and the functions beside them."""
-        bases = {base for cls in classes for base in cls.__mro__}
-        bases -= {*PreTrainedModel.__mro__, GenerationMixin}  # no step runs these
-        own = {base for base in bases if not is_torch(base.__module__)}
-        for cls in sorted(own, key=_name):
-            for name, found in sorted(vars(cls).items()):
-                if is_code(found) or is_called(found):
-                    yield f"{_name(cls)}.{name} {self.of(found)}"
-        for home in sorted({cls.__module__ for cls in own}):
-            for name, found in sorted(functions_of(home).items()):
-                yield f"{home}.{name} {self.of(found)}"
+    def of_places(self, places: Iterable[Place]) -> Iterator[str]:
+        """What lies where code finds it by name."""
+        for place in sorted(places, key=lambda place: place.label):
+            yield f"{place.label} {self.of(place.found)}"
 
 
 def _parts(value: Any) -> list[Any] | None:

@@ -7,9 +7,12 @@ names operators of torch, which are called: it is the user's alone, and each fil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
+import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import jackfield
 from jackfield_plugins.compiler.holding import EVERYWHERE
 from jackfield_plugins.compiler.native.fingerprint import FROM, Fingerprints
 from jackfield_plugins.compiler.native.graph import Graph
+from jackfield_plugins.compiler.reaching import Reached
 from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
 
 logger = logging.getLogger("jackfield")
@@ -62,21 +67,23 @@ class KeptGraphs:
             logger.warning("%s %s; the step is traced anew", path, found)
         return None
 
-    def keep(self, graph: Graph) -> None:
-        """For the next process; a graph with constants is traced by each."""
+    def keep(self, graph: Graph) -> bool:
+        """For the next process; a graph with constants is traced by each. Whether it is on disk."""
         if self._folder is None or graph.constants:
-            return
+            return False
         path = self._path(graph.rows, graph.width)
         try:
             content = graph.dump()
         except ValueError:  # an argument that has no form on disk, e.g. a complex number
-            return
+            return False
         try:
             keep(path, content)
         except OSError as error:
             reason = error.strerror or error
             logger.warning("%s cannot be kept (%s): the next process traces it anew", path, reason)
             self._folder = None
+            return False
+        return True
 
     def _path(self, rows: int, width: int) -> Path:
         assert self._folder is not None
@@ -87,7 +94,7 @@ def _key_of(model: nn.Module) -> str | None:
     """Stands for what `model` is; None where somebody's hook could be anything."""
     prints = Fingerprints()
     whole = [f"{name} {version(name)}" for name in _LIBRARIES]
-    whole += [*_sources(), str(torch.get_default_dtype())]
+    whole += [_own_sources(), str(torch.get_default_dtype())]
     if any(EVERYWHERE):
         return None
     for name, module in model.named_modules():
@@ -100,15 +107,37 @@ def _key_of(model: nn.Module) -> str | None:
             for key, tensor in tensors.items():
                 told = None if tensor is None else (tensor.dtype, [*tensor.shape], tensor.stride())
                 whole.append(f"{kind} {key} {told}")
-    whole += prints.code_of({type(module) for module in model.modules()})
+    reached = Reached(type(module) for module in model.modules())
+    whole += prints.of_places(reached.places.values())
+    whole += map(_sources_of, sorted(reached.modules))
     return hashlib.sha256("\0".join(whole).encode(errors="surrogatepass")).hexdigest()[:24]
 
 
 @functools.cache
-def _sources() -> list[str]:
-    """What the tracer itself is."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+def _own_sources() -> str:
+    """What traces and is traced: the version says nothing of a checkout that somebody edits."""
+    roots = [Path(jackfield.__file__).parent, Path(__file__).parents[2]]
+    return _digest(file for root in roots for file in root.rglob("*.py"))
+
+
+@functools.cache
+def _sources_of(home: str) -> str:
+    """The package that a module is of, whose operators a graph calls, or its file."""
+    top = home.partition(".")[0]
+    package, own = (getattr(sys.modules.get(name), "__file__", None) for name in (top, home))
+    if top == "transformers_modules" and own is not None:  # a folder for each model
+        return _digest(Path(own).parent.glob("*.py"))
+    if package is not None and Path(package).name == "__init__.py":
+        return _digest(Path(package).parent.rglob("*.py"))
+    return _digest([] if own is None else [Path(own)])
+
+
+def _digest(files: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for file in sorted(files):
+        with contextlib.suppress(OSError):
+            found.update(hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()
 
 
 def _settings(attributes: dict[str, Any]) -> dict[str, Any]:

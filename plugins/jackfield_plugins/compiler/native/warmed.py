@@ -13,7 +13,8 @@ from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kep
 #: What tells one model from another before there is one.
 _TELLING = (
     "architecture", "dtype", "num_attention_heads", "num_key_value_heads", "head_dims",
-    "layer_types", "windows", "token_numbers", "kv_numbers",
+    "layer_types", "windows", "token_numbers", "kv_numbers", "features", "weight_bytes", "head",
+    "tied_head", "context_length", "stored",
 )  # fmt: skip
 
 
