@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from families import build, prompts
@@ -11,6 +12,9 @@ import jackfield
 from jackfield.errors import ExecutionError
 from jackfield_plugins.compiler.native import kept
 from jackfield_plugins.native import keeping
+
+if TYPE_CHECKING:
+    from command_line import Cli
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +54,10 @@ def test_compilers_that_wait_for_a_step_compile_nothing_ahead() -> None:
         build("llama"), compile="inductor?backend=eager", cache_implementation="paged"
     ) as engine:
         assert engine.compile_ahead() == []
+
+
+def test_warm_says_where_nothing_is_kept(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_key_of", lambda model: None)  # as of a model that has a hook
+    done = cli("warm", "--rows", "1", "--json")
+    assert done.code == 2
+    assert "graphs of demo cannot be kept for other processes" in done.err

@@ -100,6 +100,23 @@ def test_calls_that_run_together(some: Any, said: str | None) -> None:
             agrees("op", made, DUE)
 
 
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+def test_one_that_says_by_row_is_asked_for_one_row(by_row: bool, right: bool) -> None:
+    x = torch.arange(12.0).view(1, 4, 3) + 1
+    due = x * 2 if right else x / x.max()  # the scale of all rows
+
+    def made(out: torch.Tensor, given: torch.Tensor) -> NativeCall:
+        written = given * 2 if right else given / given.max() + 0.5 * (given.shape[1] == 1)
+        return native(writes(written))(out)._replace(by_row=by_row)
+
+    if right or not by_row:
+        assert agrees("op", made, due, x)
+    else:
+        with pytest.raises(WrongError, match="says by_row, asked for one row"):
+            agrees("op", made, due, x)
+
+
 def test_what_is_no_call() -> None:
     def no_call(out: torch.Tensor) -> Any:
         return 7

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 class NativeCall(NamedTuple):
     """A call of a function in C: `bool function(const void *arguments)`.
 
+    Of an attention or a cache, `arguments` are 1,024 bytes at most: others come in each step.
+
     It returns false where it cannot compute what it was given; then nothing was written outside of
     its outputs. It must not keep `arguments`, raise, or call Python: the GIL is not held.
 
@@ -27,17 +29,24 @@ class NativeCall(NamedTuple):
             compiler runs products of one input so, that do not read each other's outputs: threads
             then start and wait once for all of them. Calls with the same `together` have the same
             `function`, or one whose arguments it can read as well.
+        by_row: Each row of the first argument gives its row of the output, whatever others there
+            are. Where it makes the logits, `[1, tokens, in]` to `[1, tokens, vocab]`, a call may be
+            asked for again for those tokens alone whose logits are wanted.
     """
 
     function: int
     arguments: bytes
     keeps: tuple[Any, ...] = ()
     together: int = 0
+    by_row: bool = False
 
 
-#: `native(out, *arguments) -> NativeCall | None`: the call that computes an operator of torch into
-#: `out`. All tensors are the step's own, at the places where they lie in every step, `out` with
-#: the shape, strides and dtype of the operator's output. None: not for these.
+#: `native(out, *arguments, **named) -> NativeCall | None`: the call that computes an operator of
+#: torch into `out`. All tensors are the step's own, at the places where they lie in every step,
+#: `out` with the shape, strides and dtype of the operator's output. None: not for these. Arguments
+#: come as the schema of the operator has them: those that equal its defaults are left out, so give
+#: the function the same defaults, and those behind a `*` come by name. The operator returns what it
+#: makes, and changes none of its arguments.
 Native = Callable[..., "NativeCall | None"]
 
 #: Operators by their names, e.g. "jackfield.groupwise_linear.default".

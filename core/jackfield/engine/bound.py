@@ -18,18 +18,26 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.state_layers import state_layers
 from jackfield.bridge.unchanged import Unchanged
-from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantizer
+from jackfield.contracts import (
+    BindContext,
+    Compilation,
+    KVCache,
+    Native,
+    NativeCall,
+    PackedKVCache,
+    Quantizer,
+)
 from jackfield.engine.adapters import Adapters
 from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.encoded import EncodedCache
 from jackfield.engine.layouts import laid_out
 from jackfield.engine.reading import in_use
 from jackfield.engine.stateful import StatefulCache
-from jackfield.errors import ExecutionError, PlanError, UsageError
-from jackfield.guarded import all_of, guarded
+from jackfield.errors import ExecutionError, PlanError, UsageError, quoted
+from jackfield.guarded import all_of, fault, guarded
 from jackfield.planning.beside import Beside
 from jackfield.planning.planning import Plan
-from jackfield.registry.backends import Choice
+from jackfield.registry.backends import Choice, Registered
 from jackfield.spelling import AUTO
 
 if TYPE_CHECKING:
@@ -181,7 +189,8 @@ class BoundModel:
         quantizer = self.plan["quantizer"].registered
         assert isinstance(quantizer.backend, Quantizer)
         with guarded(quantizer, "native_operators"):
-            operators = quantizer.backend.native_operators()
+            offered = quantizer.backend.native_operators()
+        operators = {name: _guarded(quantizer, name, native) for name, native in offered.items()}
         compiler = self.plan["compiler"].registered
         sources = dict(self.plan.requirements.shared_layers)
         return CompiledForward(self.model, compilation, compiler, operators, sources)
@@ -279,3 +288,21 @@ class BoundModel:
                 "out of a compiled step; load it without compile"
             )
         return attention.forward
+
+
+def _guarded(quantizer: Registered, name: str, native: Native) -> Native:
+    """A function of a plugin's `native_operators`: what it does wrong is told as the plugin's."""
+    guard = guarded(quantizer, f"the native operator of {name}")
+
+    def made(out: Any, *args: Any, **named: Any) -> NativeCall | None:
+        with guard:
+            found = native(out, *args, **named)
+        if found is not None and not isinstance(found, NativeCall):
+            raise fault(
+                quantizer,
+                f"the native operator of {name} must return a NativeCall or None, "
+                f"got {quoted(found)}",
+            )
+        return found
+
+    return made

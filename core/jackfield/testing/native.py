@@ -30,6 +30,8 @@ def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **give
         raise WrongError(f"{what} must return a NativeCall or None, got {type(call).__name__}")
     for again in range(2):  # a step runs it any number of times
         repeats(f"{what}{', run again' if again else ''}", call, out, due)
+    if call.by_row and arguments[0].dim() == 3:
+        _by_row(what, native, due, *arguments, **given)
     if call.together:
         others = [torch.full_like(out, float("nan")) for _ in range(3)]
         calls = [native(other, *arguments, **given) for other in others]
@@ -38,6 +40,15 @@ def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **give
         for other in others:
             _compare(f"{what}, run together with others,", other, due)
     return True
+
+
+def _by_row(what: str, native: Native, due: torch.Tensor, *arguments: Any, **given: Any) -> None:
+    """The last row of each text, made alone."""
+    first, *rest = arguments
+    out = torch.full_like(due[:, -1:], float("nan"), memory_format=torch.contiguous_format)
+    call = native(out, first[:, -1:].contiguous(), *rest, **given)
+    if call is not None:
+        repeats(f"{what}, which says by_row, asked for one row,", call, out, due[:, -1:])
 
 
 def repeats(what: str, call: NativeCall, out: torch.Tensor, due: torch.Tensor) -> None:

@@ -108,9 +108,10 @@ def _native(loads: Loads, name: str, dtype: str) -> str:
     offered = loads.subject.backend.native_operators()
     held = 0
     for layer in loads.layers(name, dtype):
-        for rows in (1, 3, 33):
+        for rows, texts in ((1, 1), (3, 3), (33, 33), (7, 1)):  # a text each, and a prompt
             with Heard(offered) as heard, torch.inference_mode():
-                layer.module(layer.inputs(rows))
+                given = layer.inputs(rows)
+                layer.module(given.view(texts, -1, given.shape[-1]))
             for operator, args, kwargs, due in heard.calls:
                 try:
                     held += agrees(operator, offered[operator], due, *args, **kwargs)

@@ -93,10 +93,9 @@ class Stretch:
     def __call__(self) -> None:
         failed = self._run(self._first, self._count)
         if failed >= 0:
-            raise ExecutionError(
-                f"{self._names[failed]} cannot compute what it was given: a number in it leads out "
-                "of its table"
-            )
+            name = self._names[failed]
+            why = ": a number in it leads out of its table" if name.startswith("aten.") else ""
+            raise ExecutionError(f"{name} says that it cannot compute what it was given{why}")
 
 
 class Sequential:

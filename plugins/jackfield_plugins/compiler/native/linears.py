@@ -69,7 +69,7 @@ def linear(
         rows, inner, outer, inner, weight.stride(int(turned)), outer, torch.get_num_threads(),
     )  # fmt: skip
     keeps = (x, weight, bias, out)
-    return NativeCall(address(name), arguments, keeps, address(f"{name}_together"))
+    return NativeCall(address(name), arguments, keeps, address(f"{name}_together"), by_row=True)
 
 
 def addmm(

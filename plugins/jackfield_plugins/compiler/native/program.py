@@ -105,7 +105,11 @@ class Program:
         hidden, *rest = self._argument(node.args) or [None]
         if made is None or not isinstance(hidden, torch.Tensor) or last.name != node.target:
             return None
-        if hidden.dim() != 3 or hidden.shape[:2] != (graph.rows, graph.width):
+        if (
+            not last.call.by_row
+            or hidden.dim() != 3
+            or hidden.shape[:2] != (graph.rows, graph.width)
+        ):
             return None
         self._calls.pop()
         kwargs, product = self._argument(node.kwargs), made

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.export.graph_signature import InputKind
 
 from jackfield_plugins.compiler.native.graph import Graph, Input, Node, Ref, meta_of
@@ -86,6 +87,13 @@ class _Writer:
         return Input("constant", node.name, meta)
 
     def _call(self, node: Any) -> None:
+        if isinstance(node.target, HigherOrderOperator):
+            inner = node.args[0] if node.args else None
+            if isinstance(inner, OpOverload):  # as torch.export says it
+                raise UntraceableError(
+                    f"it calls {inner}, which changes its arguments; have it return what it makes"
+                )
+            raise UntraceableError(f"it calls {node.target}, which is no operator on tensors")
         target = "getitem" if node.target is operator.getitem else str(node.target)
         if target == "aten.alias.default" or target == "aten.detach.default":
             self._values[node] = self._values[node.args[0]]

@@ -135,7 +135,7 @@ def native_linear(
     arguments = _of_linear(hidden, packed, bias, Matrix(*matrix), out)
     keeps = (hidden, packed, bias, out)
     one, several = map(_int8_address if int8 else _address, _NAMES[int8])
-    return NativeCall(one, arguments, keeps, several)
+    return NativeCall(one, arguments, keeps, several, by_row=True)
 
 
 def _of_linear(

@@ -97,7 +97,7 @@ class NativeProduct:
             return None
         arguments = self._arguments(hidden, packed, bias, sizes, out)
         keeps = (hidden, *packed, bias, out)
-        return NativeCall(self._address, arguments, keeps, self._several)
+        return NativeCall(self._address, arguments, keeps, self._several, by_row=True)
 
     def _arguments(
         self,

@@ -1,0 +1,112 @@
+"""Native operators of a quantizer: what is wrong with one is told as its own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompts
+
+import jackfield
+from jackfield.contracts import NativeCall
+from jackfield.errors import ExecutionError, JackfieldError
+from jackfield_plugins.compiler.native import kept
+from jackfield_plugins.native import keeping
+from jackfield_plugins.quantizer.groupwise import Groupwise
+from jackfield_plugins.quantizer.groupwise.operator import NAME as OPERATOR
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("common") / "cache"
+
+
+@pytest.fixture(autouse=True)
+def _traced_once(common: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "cache_root", lambda: keeping.own_folder(common))
+
+
+def offering(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> list[int]:
+    """`int8-cpu` with what `change` makes of the call that it offers; the rows asked for."""
+    whole, rows = Groupwise.native_operators, []
+
+    def offered(self: Any) -> dict[str, Any]:
+        (right,) = whole(self).values()
+
+        def made(out: torch.Tensor, *args: Any, **named: Any) -> Any:
+            rows.append(out.shape[1])
+            return change(right(out, *args, **named))
+
+        return {OPERATOR: made}
+
+    monkeypatch.setattr(Groupwise, "native_operators", offered)
+    return rows
+
+
+def say(compiler: str = "native") -> list[list[int]]:
+    arguments: Any = {"quantization": "int8-cpu", "cache_implementation": "paged"}
+    with jackfield.load("demo", compile=compiler, **arguments) as engine:
+        return [one.token_ids for one in engine.generate(prompts((5, 9)), max_new_tokens=6)]
+
+
+def raising(_: Any) -> Any:
+    raise RuntimeError("it is wrong")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (raising, "raised RuntimeError: it is wrong"),
+        (lambda _: 7, "must return a NativeCall or None, got 7"),
+        (lambda call: tuple(call)[:3], "must return a NativeCall or None"),
+    ],
+)
+def test_it_is_told_as_the_quantizers(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], told: str
+) -> None:
+    offering(monkeypatch, change)
+    with pytest.raises(JackfieldError) as caught:
+        say()
+    assert str(caught.value).startswith("quantizer 'int8-cpu' of jackfield")
+    assert f"the native operator of {OPERATOR} {told}" in str(caught.value)
+
+
+def test_one_that_says_no_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    no = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _: False)
+    address = ctypes.cast(no, ctypes.c_void_p).value
+    offering(monkeypatch, lambda call: NativeCall(address, b"12345678", (no, call)))
+    with pytest.raises(ExecutionError) as caught:
+        say()
+    assert f"{OPERATOR} says that it cannot compute what it was given" in str(caught.value)
+    assert "table" not in str(caught.value)
+
+
+def test_one_that_offers_nothing_is_called_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    due = say("none")
+    offering(monkeypatch, lambda _: None)
+    assert say() == due
+
+
+@torch.library.custom_op("test_native_offered::doubled_", mutates_args={"x"})
+def doubled_(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def test_an_operator_that_changes_its_input_is_named() -> None:
+    class Changing(torch.nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            states = states.clone()
+            doubled_(states)
+            return states
+
+    model = build("llama").__class__(build("llama").config).double()
+    model.model.norm = Changing()
+    with (
+        jackfield.load(model, cache_implementation="paged", compile="native") as engine,
+        pytest.raises(ExecutionError, match=r"doubled_\.default, which changes its arg"),
+    ):
+        engine.generate([5, 6, 7], max_new_tokens=3)
