@@ -14,6 +14,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from jackfield.errors import PlanError
-from jackfield_plugins.native import NativeKernel, compiling
+from jackfield_plugins.native import NativeKernel, compiling, keeping
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or compiling.compiler() is None,
@@ -306,3 +307,18 @@ def test_a_compiler_that_is_half_a_quotation(
 ) -> None:
     monkeypatch.setenv("CXX", named)
     assert f"(CXX={named} is not one)" in failure(cache)
+
+
+def test_what_nobody_reads_goes_when_another_is_kept(tmp_path: Path) -> None:
+    folder = keeping.own_folder(tmp_path / "own")
+    ages = {"old.json": 91, "read.json": 91, "young.json": 89, "old.so": 91}
+    for name in ages:
+        keeping.keep(folder / name, b"x")
+    for name, days in ages.items():
+        then = time.time() - days * 24 * 3600
+        os.utime(folder / name, (then, then))
+    assert keeping.kept(folder / "read.json") == b"x"
+    keeping.keep(folder / "new.json", b"x")
+    assert {path.name for path in folder.iterdir()} == {
+        "read.json", "young.json", "old.so", "new.json",
+    }  # fmt: skip

@@ -6,8 +6,10 @@ digest: one that was cut off, changed, renamed or put there by somebody else is 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import time
 from pathlib import Path
 
 from jackfield.contracts import private_files
@@ -15,6 +17,7 @@ from jackfield.contracts.private_files import CACHE
 from jackfield.errors import shown
 
 DIGEST = hashlib.sha256().digest_size
+UNREAD = 90 * 24 * 3600.0  # seconds
 
 
 class KeepingError(Exception):
@@ -109,12 +112,25 @@ def kept(path: Path) -> bytes | str | None:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     content, digest = whole[:-DIGEST], whole[-DIGEST:]
-    return content if _digest(path.name, content) == digest else "is damaged, or was changed"
+    if _digest(path.name, content) != digest:
+        return "is damaged, or was changed"
+    with contextlib.suppress(OSError):  # it may be read, and not written
+        os.utime(path)
+    return content
 
 
 def keep(path: Path, content: bytes) -> None:
     """Write `content` to `path` in one step, as another process may do the same. Raises OSError."""
     private_files.write(path, content + _digest(path.name, content))
+    _forget_beside(path)
+
+
+def _forget_beside(path: Path) -> None:
+    """Remove what nobody has read for long: of other versions and models, which nobody will."""
+    for other in path.parent.glob(f"*{path.suffix}"):
+        with contextlib.suppress(OSError):
+            if time.time() - other.lstat().st_mtime > UNREAD:
+                other.unlink()
 
 
 def _digest(name: str, content: bytes) -> bytes:
