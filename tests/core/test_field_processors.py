@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import encoder_decoders
@@ -9,6 +10,10 @@ import pytest
 import torch
 from families import build, prompts
 from transformers import GenerationConfig
+from transformers.generation.logits_process import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+)
 
 import jackfield
 from jackfield.errors import SettingsError
@@ -35,6 +40,16 @@ FIELDS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+def is_right(asked: dict[str, Any]) -> bool:
+    """Whether the installed `generate` does it: of 5.17, a decay makes an end that is not allowed
+    no number, and what is in the prompt is penalized for the first beam alone."""
+    decays = "isfinite" in inspect.getsource(ExponentialDecayLengthPenalty)
+    beams = "repeat_interleave" in inspect.getsource(EncoderRepetitionPenaltyLogitsProcessor)
+    if {"min_new_tokens", "exponential_decay_length_penalty"} <= asked.keys() and not decays:
+        return False
+    return beams or not {"num_beams", "encoder_repetition_penalty"} <= asked.keys()
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
     return build("llama")
@@ -59,7 +74,8 @@ def test_tokens_are_those_of_generate(model: Any, cache: str, more: dict[str, An
     """All of them in one batch, and a request beside them that asks for nothing."""
     searched = {"num_beams": 2} if more.get("decoding") == "beam" else {}
     asked = [{}, *FIELDS[:8], {"begin_suppress_tokens": firsts(model)}, *FIELDS[9:]]
-    pairs = [(prompt, {**one, **searched}) for prompt in PROMPTS for one in asked]
+    asked = [found for one in asked if is_right(found := {**one, **searched})]
+    pairs = [(prompt, one) for prompt in PROMPTS for one in asked]
     wanted = [right(model, prompt, **one) for prompt, one in pairs]
     assert len(set(map(str, wanted[: len(asked)]))) > len(asked) // 2
     with jackfield.load(model, cache_implementation=cache, **more) as engine:
