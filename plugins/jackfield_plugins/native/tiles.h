@@ -55,21 +55,6 @@ inline void keep_little(Room& room) {
 inline float wide(bfloat16 x) { return as<float>(uint32_t(x.bits) << 16); }
 inline float wide(float x) { return x; }
 
-// x * y + z, rounded once where the machine can. Left to compilers, it is rounded twice in the code
-// for some numbers of rows and once in that for others.
-inline ALWAYS_INLINE Vec<float> fused(Vec<float> x, Vec<float> y, Vec<float> z) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_ps(x, y, z);
-#elif defined(__FMA__)
-    return _mm256_fmadd_ps(x, y, z);
-#elif defined(__FP_FAST_FMAF)
-    for (int i = 0; i < Vector<float>::lanes; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
-    return z;
-#else
-    return x * y + z;
-#endif
-}
-
 // Two inputs of the outputs in a vector's lanes: `even` and `odd` as floats.
 struct Two {
     Vec<float> even, odd;

@@ -189,6 +189,34 @@ inline ALWAYS_INLINE Vec<T> sums(Vec<T>* v) {
     }
 }
 
+// x * y + z, rounded once where the machine can. Left to compilers, it is rounded twice in the code
+// for some numbers of rows and once in that for others.
+inline ALWAYS_INLINE Vec<float> fused(Vec<float> x, Vec<float> y, Vec<float> z) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(x, y, z);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(x, y, z);
+#elif defined(__FP_FAST_FMAF)
+    for (int i = 0; i < Vector<float>::lanes; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+    return z;
+#else
+    return x * y + z;
+#endif
+}
+
+inline ALWAYS_INLINE Vec<double> fused(Vec<double> x, Vec<double> y, Vec<double> z) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_pd(x, y, z);
+#elif defined(__FMA__)
+    return _mm256_fmadd_pd(x, y, z);
+#elif defined(__FP_FAST_FMA)
+    for (int i = 0; i < Vector<double>::lanes; i++) z[i] = __builtin_fma(x[i], y[i], z[i]);
+    return z;
+#else
+    return x * y + z;
+#endif
+}
+
 // 2 to the x, for x up to 0; 0 from where float32 ends.
 inline Vec<float> power_of_2(Vec<float> x) {
     const Vec<float> lowest = Vec<float>{} - 126.0f, shift = Vec<float>{} + 0x1.8p23f;

@@ -5,27 +5,6 @@
 
 #include "vectors.h"
 
-// x * y + z, rounded once where the machine can, whatever a compiler makes of the code around it.
-inline ALWAYS_INLINE Vec<float> fused(Vec<float> x, Vec<float> y, Vec<float> z) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_ps(x, y, z);
-#elif defined(__FMA__)
-    return _mm256_fmadd_ps(x, y, z);
-#else
-    return x * y + z;
-#endif
-}
-
-inline ALWAYS_INLINE Vec<double> fused(Vec<double> x, Vec<double> y, Vec<double> z) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_pd(x, y, z);
-#elif defined(__FMA__)
-    return _mm256_fmadd_pd(x, y, z);
-#else
-    return x * y + z;
-#endif
-}
-
 // `count` numbers, then zeros up to `room`.
 template <class T, class C>
 inline void widen(const T* from, int64_t count, C* to, int64_t room) {
