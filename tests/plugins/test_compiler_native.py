@@ -10,16 +10,21 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from driven import arrivals, compiled, drive, tokens
 from families import FAMILIES, build, prompts
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -503,6 +508,11 @@ class Settings:
         self.size, self.itself = size, self
 
 
+@dataclass(slots=True)
+class Slotted:
+    size: int
+
+
 def scaled(by: int) -> Any:
     return lambda x: x * by
 
@@ -511,6 +521,10 @@ OTHERS = [
     (torch.float32, torch.bfloat16), (Kinds.ONE, Kinds.TWO), (Settings(1), Settings(2)),
     (scaled(1), scaled(2)), (lambda x: x + 1, lambda x: x - 1),
     (functools.partial(torch.mul, other=1), functools.partial(torch.mul, other=2)),
+    (torch.sin, torch.cos), (np.float32(1), np.float32(2)), (np.arange(2), np.arange(1, 3)),
+    (Slotted(1), Slotted(2)), ([nn.LeakyReLU(0.1)], [nn.LeakyReLU(0.2)]),
+    ([nn.Dropout(0.1).train()], [nn.Dropout(0.1).eval()]),
+    (torch.ops.aten.sin.default, torch.ops.aten.cos.default),
     (torch.tensor(1.0), torch.tensor(2.0)), ({(1, 2): 3, "a": 4}, {(1, 2): 3, "a": 5}),
     ([Settings(1)], [Settings(2)]), ({1, 2}, {1, 3}), (1, True), (1j, 2j), ("\ud800", "\ud801"),
 ]  # fmt: skip
@@ -524,6 +538,56 @@ def test_a_setting_of_any_kind_tells_graphs_apart(one: Any, other: Any) -> None:
         model.model.norm.setting = value
         keys.append(kept.KeptGraphs(model)._key)
     assert keys[0] == keys[1] != keys[2]
+
+
+def tied_by_hand(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def shared_between_layers(model: Any) -> None:
+    first, second = model.model.layers[:2]
+    second.mlp.gate_proj.weight = first.mlp.gate_proj.weight
+
+
+def a_shared_part(model: Any) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def trained(model: Any) -> None:
+    model.model.layers[0].train()
+
+
+def trained_within(model: Any) -> None:
+    model.model.norm.inner = [nn.Dropout(0.5).train()]
+
+
+@pytest.mark.parametrize(
+    "change", [tied_by_hand, shared_between_layers, a_shared_part, trained, trained_within]
+)
+def test_what_a_model_is_tells_graphs_apart(change: Any) -> None:
+    made = build("llama").__class__(build("llama").config).double().eval()
+    before = kept.KeptGraphs(made)._key
+    change(made)
+    assert kept.KeptGraphs(made)._key != before
+
+
+def test_a_value_that_nobody_can_read_is_in_no_key() -> None:
+    for value in (iter([1]), memoryview(b"1"), [threading.Lock()], weakref.ref(build("llama"))):
+        made = copy.deepcopy(build("llama"))
+        made.model.norm.odd = value
+        assert kept.KeptGraphs(made)._key is None
+
+
+def test_requests_come_while_a_step_is_traced(folder: Path) -> None:
+    model = build("llama").__class__(build("llama").config).double().eval()
+    with load(model) as engine:
+        first = engine.submit([5, 6, 7], max_new_tokens=4)
+        others = []
+        while not first.done:
+            others.append(engine.submit([8, 9], max_new_tokens=1))
+            time.sleep(0.01)
+        assert [len(one.result().token_ids) for one in others] == [1] * len(others)
+        assert len(others) > 3
 
 
 def test_a_graph_that_has_no_form_on_disk_is_traced_by_each_process(folder: Path) -> None:

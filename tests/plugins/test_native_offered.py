@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,79 @@ def test_one_that_says_no_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     no = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _: False)
     address = ctypes.cast(no, ctypes.c_void_p).value
     offering(monkeypatch, lambda call: NativeCall(address, b"12345678", (no, call)))
-    with pytest.raises(ExecutionError) as caught:
+    with pytest.raises(JackfieldError) as caught:
         say()
-    assert f"{OPERATOR} says that it cannot compute what it was given" in str(caught.value)
-    assert "table" not in str(caught.value)
+    assert f"{OPERATOR} says that it cannot compute ([1," in str(caught.value)
+    assert "offer None and not a call" in str(caught.value)
+
+
+def like(layer: Callable[..., None]) -> Callable[[Any], Any]:
+    """A call in Python that writes what `layer` makes of the right output."""
+
+    def change(call: NativeCall) -> NativeCall:
+        right = FUNCTION(call.function)
+        held = ctypes.create_string_buffer(call.arguments, len(call.arguments))
+
+        def act(_: int) -> bool:
+            done = right(ctypes.addressof(held))
+            layer(*call.keeps)
+            return bool(done)
+
+        wrong = FUNCTION(act)
+        address = ctypes.cast(wrong, ctypes.c_void_p).value
+        return NativeCall(address or 0, b"12345678", (wrong, held, call))
+
+    return change
+
+
+FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+
+
+def outputs(keeps: tuple[Any, ...], shape: Any = None) -> torch.Tensor:
+    return next(one for one in reversed(keeps) if isinstance(one, torch.Tensor))
+
+
+WRONG: dict[str, tuple[Callable[..., None], str]] = {
+    "a little off": (lambda *k: outputs(k).mul_(1.01), "off those of the Python function"),
+    "one row unwritten": (lambda *k: outputs(k)[..., -1:, :].fill_(math.nan), "unwritten"),
+    "one number": (lambda *k: outputs(k)[..., -1].add_(1.0), "off those of the Python function"),
+    "its input": (lambda *k: k[0].add_(1.0), "changes what it is given"),
+}
+
+
+@pytest.mark.parametrize(("act", "told"), WRONG.values(), ids=WRONG)
+def test_a_wrong_one_never_runs_in_a_step(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[..., None], told: str
+) -> None:
+    offering(monkeypatch, like(act))
+    with pytest.raises(JackfieldError, match="quantizer 'int8-cpu'.*" + told):
+        say()
+
+
+def test_a_call_made_for_other_tensors_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept by shape, as if a layer were like the next."""
+    first: dict[Any, NativeCall] = {}
+
+    def change(call: NativeCall) -> NativeCall:
+        return first.setdefault(len(first) and 1, call)
+
+    offering(monkeypatch, change)
+    with pytest.raises(JackfieldError, match="quantizer 'int8-cpu'"):
+        say()
+
+
+def test_names_that_torch_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("jackfield.groupwise_linear", "jackfield::groupwise_linear", "a.b.default", 3):
+        monkeypatch.setattr(Groupwise, "native_operators", lambda _, name=name: {name: raising})
+        with pytest.raises(JackfieldError, match="which is no operator of torch"):
+            say()
+
+
+def test_a_right_one_is_proven_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    due = say("none")
+    rows = offering(monkeypatch, lambda call: call)
+    assert say() == due
+    assert rows
 
 
 def test_one_that_offers_nothing_is_called_from_python(monkeypatch: pytest.MonkeyPatch) -> None:

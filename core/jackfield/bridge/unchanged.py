@@ -6,6 +6,8 @@ import copy
 import re
 from typing import TYPE_CHECKING, Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from jackfield.bridge.config_files import config_tree
 from jackfield.errors import ExecutionError, quoted
 
@@ -34,6 +36,8 @@ class Unchanged:
         """Raise ExecutionError where the model was cast or moved; cheap, for every step."""
         weight = self._embedding.weight
         if weight.dtype is self._dtype and weight.device == self._device:
+            return
+        if isinstance(weight, FakeTensor):  # torch.export is reading the model, in another thread
             return
         now, was, verb = weight.dtype, f"as {self._dtype}", "cast to"
         if weight.device != self._device:

@@ -22,8 +22,6 @@ from jackfield.contracts import (
     BindContext,
     Compilation,
     KVCache,
-    Native,
-    NativeCall,
     PackedKVCache,
     Quantizer,
 )
@@ -33,11 +31,11 @@ from jackfield.engine.encoded import EncodedCache
 from jackfield.engine.layouts import laid_out
 from jackfield.engine.reading import in_use
 from jackfield.engine.stateful import StatefulCache
-from jackfield.errors import ExecutionError, PlanError, UsageError, quoted
-from jackfield.guarded import all_of, fault, guarded
+from jackfield.errors import ExecutionError, PlanError, UsageError
+from jackfield.guarded import all_of
 from jackfield.planning.beside import Beside
 from jackfield.planning.planning import Plan
-from jackfield.registry.backends import Choice, Registered
+from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO
 
 if TYPE_CHECKING:
@@ -185,12 +183,11 @@ class BoundModel:
         if not isinstance(compilation, Compilation):
             return None
         from jackfield.bridge.compiled import CompiledForward
+        from jackfield.bridge.native_offers import held_offers
 
         quantizer = self.plan["quantizer"].registered
         assert isinstance(quantizer.backend, Quantizer)
-        with guarded(quantizer, "native_operators"):
-            offered = quantizer.backend.native_operators()
-        operators = {name: _guarded(quantizer, name, native) for name, native in offered.items()}
+        operators = held_offers(quantizer, self.model)
         compiler = self.plan["compiler"].registered
         sources = dict(self.plan.requirements.shared_layers)
         return CompiledForward(self.model, compilation, compiler, operators, sources)
@@ -288,21 +285,3 @@ class BoundModel:
                 "out of a compiled step; load it without compile"
             )
         return attention.forward
-
-
-def _guarded(quantizer: Registered, name: str, native: Native) -> Native:
-    """A function of a plugin's `native_operators`: what it does wrong is told as the plugin's."""
-    guard = guarded(quantizer, f"the native operator of {name}")
-
-    def made(out: Any, *args: Any, **named: Any) -> NativeCall | None:
-        with guard:
-            found = native(out, *args, **named)
-        if found is not None and not isinstance(found, NativeCall):
-            raise fault(
-                quantizer,
-                f"the native operator of {name} must return a NativeCall or None, "
-                f"got {quoted(found)}",
-            )
-        return found
-
-    return made

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from operator import getitem, is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -142,10 +143,11 @@ class _Modules:
         #: Dictionaries in which nothing may be added, and what else modules have.
         self._sized: list[dict[str, Any]] = []
         self._others: list[tuple[dict[str, Any], str]] = []
-        if closely:
-            for module, own in zip(modules, self._own, strict=True):
-                self._sized += [module._parameters, module._buffers, module._modules, own]
-                self._others += [(own, n) for n in own if not _is_own(n, own[n])]
+        for module, own in zip(modules, self._own, strict=True):
+            self._sized += [module._parameters, module._buffers, module._modules, own]
+            self._others += [
+                (own, n) for n in own if not _is_own(n, own[n]) and (closely or callable(own[n]))
+            ]
         self._sizes = list(map(len, self._sized))
         self._before = [own[name] for own, name in self._others]
 
@@ -215,4 +217,4 @@ def _is_plain(found: Any, deep: int) -> bool:
     if type(found) in _CONTAINERS:
         inside = found.values() if type(found) is dict else found
         return deep > 0 and all(_is_plain(one, deep - 1) for one in inside)
-    return type(found) in _PLAIN
+    return type(found) in _PLAIN or isinstance(found, np.generic)

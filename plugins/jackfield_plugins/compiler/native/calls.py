@@ -94,8 +94,12 @@ class Stretch:
         failed = self._run(self._first, self._count)
         if failed >= 0:
             name = self._names[failed]
-            why = ": a number in it leads out of its table" if name.startswith("aten.") else ""
-            raise ExecutionError(f"{name} says that it cannot compute what it was given{why}")
+            if name.startswith("aten."):
+                raise ExecutionError(
+                    f"{name} cannot compute what it was given: a number in it leads out of its "
+                    "table"
+                )
+            raise ExecutionError(f"{name} says that it cannot compute what it was given")
 
 
 class Sequential:

@@ -14,23 +14,29 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from transformers import PreTrainedConfig
 
-from jackfield_plugins.compiler.reaching import Place, is_torch
+from jackfield_plugins.compiler.reaching import Place
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, range, slice)
 _SHORT = 64
 #: Attributes of models and configs that say where they came from.
 FROM = frozenset({"name_or_path", "_name_or_path", "_commit_hash"})
-_WITHIN = 3  # objects in objects
+_OTHERS = FROM | {"generation_config", "_is_hf_initialized"}
+_WITHIN = 8  # objects in objects
 _FEW = 1024  # numbers of a tensor that code may read one by one
 
 
 class Fingerprints:
-    """Values as text; long ones by their digest, and each worked out once."""
+    """Values as text; long ones by their digest, and each worked out once.
+
+    Raises TypeError where a value has no text that tells it from others of its type.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[str, Any]] = {}  # values live on: an id stands for one of them
@@ -57,14 +63,24 @@ class Fingerprints:
             return f"{{{', '.join(sorted(self.of(one, within) for one in value))}}}"
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if isinstance(value, np.ndarray):
+            return f"array {value.dtype} {self._tensor(torch.from_numpy(value))}"
         if isinstance(value, nn.Module):  # one that is no part of the model, or a wrapped function
-            return f"{_name(value)} {self.of(type(value).forward)}"
+            own = [settings_of(value), value._modules, value._parameters, value._buffers]
+            return f"{_name(value)} {self.of(type(value).forward)} {self.of(own, within + 1)}"
         if (parts := _parts(value)) is not None:
             return f"{_name(value)} ({', '.join([self.of(one, within) for one in parts])})"
-        inside, stands = getattr(value, "__dict__", None), is_torch(type(value).__module__)
-        named = isinstance(value, type | types.ModuleType | logging.Logger)
-        if named or stands or not inside or within == _WITHIN:
+        if isinstance(value, types.ModuleType | OpOverload | logging.Logger | torch.finfo):
+            return f"{_name(value)} {value}"
+        if isinstance(value, types.BuiltinFunctionType):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, type) or type(value).__module__.partition(".")[0] == "torch":
             return _name(value)
+        if value is ... or value is NotImplemented or type(value) is object:
+            return _name(value)
+        inside = _inside(value)
+        if within == _WITHIN or inside is None:
+            raise TypeError(f"an object of {_name(value)} has no text")
         shaping = {name: one for name, one in inside.items() if name not in FROM}
         return f"{_name(value)} {self.of(shaping, within + 1)}"
 
@@ -76,7 +92,10 @@ class Fingerprints:
     def of_places(self, places: Iterable[Place]) -> Iterator[str]:
         """What lies where code finds it by name."""
         for place in sorted(places, key=lambda place: place.label):
-            yield f"{place.label} {self.of(place.found)}"
+            try:
+                yield f"{place.label} {self.of(place.found)}"
+            except TypeError:  # of somebody's library
+                yield f"{place.label} {_name(place.found)}"
 
 
 def _parts(value: Any) -> list[Any] | None:
@@ -98,6 +117,31 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, PreTrainedConfig):
         return [{name: one for name, one in value.to_dict().items() if name not in FROM}]
     return None
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """What a module has been told, without its tensors, modules and hooks."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name == "training" or name not in nn.Module.__annotations__
+        if not isinstance(value, nn.Module) and name not in _OTHERS
+    }
+
+
+def _inside(value: Any) -> dict[str, Any] | None:
+    """What an object has; None: nobody can see it."""
+    slots = [one for cls in type(value).__mro__ for one in _slots(cls)]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    return {**getattr(value, "__dict__", {}), **found}
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def _is_filled(cell: types.CellType) -> bool:

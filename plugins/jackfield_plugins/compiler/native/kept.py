@@ -22,7 +22,7 @@ from torch import nn
 
 import jackfield
 from jackfield_plugins.compiler.holding import EVERYWHERE
-from jackfield_plugins.compiler.native.fingerprint import FROM, Fingerprints
+from jackfield_plugins.compiler.native.fingerprint import Fingerprints, settings_of
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.compiler.reaching import Reached
 from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
@@ -97,16 +97,20 @@ def _key_of(model: nn.Module) -> str | None:
     whole += [_own_sources(), str(torch.get_default_dtype())]
     if any(EVERYWHERE):
         return None
-    for name, module in model.named_modules():
+    first: dict[int, str] = {}  # of each part: one that several share is in a graph by this name
+    for name, module in model.named_modules(remove_duplicate=False):
+        whole.append(f"{name} is {first.setdefault(id(module), name)}")
+        if first[id(module)] != name:
+            continue
         hooks: Any = (module._forward_hooks, module._forward_pre_hooks)
         if any(hooks) or "forward" in vars(module):
             return None
         whole.append(f"{name} {type(module).__module__}.{type(module).__qualname__}")
-        whole.append(prints.of(_settings(vars(module))))
+        whole.append(prints.of(settings_of(module)))
         for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
             for key, tensor in tensors.items():
                 told = None if tensor is None else (tensor.dtype, [*tensor.shape], tensor.stride())
-                whole.append(f"{kind} {key} {told}")
+                whole.append(f"{kind} {key} {told} {first.setdefault(id(tensor), f'{name}.{key}')}")
     reached = Reached(type(module) for module in model.modules())
     whole += prints.of_places(reached.places.values())
     whole += map(_sources_of, sorted(reached.modules))
@@ -138,13 +142,3 @@ def _digest(files: Iterable[Path]) -> str:
         with contextlib.suppress(OSError):
             found.update(hashlib.sha256(file.read_bytes()).digest())
     return found.hexdigest()
-
-
-def _settings(attributes: dict[str, Any]) -> dict[str, Any]:
-    """What a module has been told, without its tensors, modules and hooks."""
-    return {
-        name: value
-        for name, value in attributes.items()
-        if name not in nn.Module.__annotations__ and name != "_is_hf_initialized"
-        if not isinstance(value, nn.Module) and name != "generation_config" and name not in FROM
-    }

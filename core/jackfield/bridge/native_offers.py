@@ -1,0 +1,144 @@
+"""What a quantizer offers as functions in C is held to its Python functions before a step runs one.
+
+A call is proven when it is laid out: for every weight, and for every shape of what is multiplied
+with one. Random numbers go into the step's own tensors, so what reads or writes elsewhere is found
+as well; what lay in them is put back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from jackfield.contracts import Native, NativeCall, NativeOperators
+from jackfield.errors import quoted
+from jackfield.guarded import fault, guarded
+from jackfield.registry.backends import Registered
+
+_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+_ROUNDINGS = 8  # of the largest number, in the output's dtype
+_IN_A_SUM = 4 * torch.finfo(torch.float32).eps  # by the root of how many are added
+
+
+def held_offers(quantizer: Registered, model: nn.Module) -> NativeOperators:
+    """What `quantizer` offers; what asks for a call gets PluginError where it is wrong."""
+    with guarded(quantizer, "native_operators"):
+        offered = quantizer.backend.native_operators()  # type: ignore[attr-defined]
+    if not isinstance(offered, Mapping):
+        raise fault(quantizer, f"native_operators must return a dict, got {quoted(offered)}")
+    return {name: _Held(quantizer, name, native, model) for name, native in offered.items()}
+
+
+class _Held:
+    """One operator: `native`, each of whose calls is proven once."""
+
+    def __init__(self, quantizer: Registered, name: str, native: Native, model: nn.Module) -> None:
+        self._quantizer, self._name, self._native = quantizer, name, native
+        self._guard = guarded(quantizer, f"the native operator of {name}")
+        self._operator = self._found(name)
+        self._model = model
+        self._weights: set[tuple[int, ...]] = set()  # that were proven, by where they lie
+        self._shapes: set[Any] = set()
+
+    def _found(self, name: Any) -> Callable[..., Any]:
+        try:
+            space, operator, overload = name.split(".")
+            found: Any = getattr(getattr(getattr(torch.ops, space), operator), overload)
+        except (AttributeError, ValueError):
+            raise fault(
+                self._quantizer,
+                f"native_operators has {quoted(name)}, which is no operator of torch; a name is "
+                "'library.operator.overload', as in 'mine.linear.default'",
+            ) from None
+        return found  # type: ignore[no-any-return]
+
+    def __call__(self, out: torch.Tensor, *args: Any, **named: Any) -> NativeCall | None:
+        with self._guard:
+            call: Any = self._native(out, *args, **named)
+        if call is None:
+            return None
+        if not isinstance(call, NativeCall):
+            raise self._fault(f"must return a NativeCall or None, got {quoted(call)}")
+        if type(call.function) is not int or call.function == 0:
+            raise self._fault(f"has {quoted(call.function)} for the address of a function")
+        if not isinstance(call.arguments, bytes):
+            raise self._fault(f"has {quoted(call.arguments)} for arguments, which are bytes")
+        tensors = [one for one in (*args, *named.values()) if isinstance(one, torch.Tensor)]
+        weights = tuple(one.data_ptr() for one in tensors if self._is_fixed(one))
+        shapes = tuple((one.shape, one.stride(), one.dtype) for one in (out, *tensors))
+        if weights not in self._weights or shapes not in self._shapes:
+            self._prove(call, out, args, named)
+            self._weights.add(weights)
+            self._shapes.add(shapes)
+        return call
+
+    def _is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the model's; others hold what a step computes."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return True
+        where = tensor.untyped_storage().data_ptr()
+        owned = (*self._model.parameters(), *self._model.buffers())
+        return any(one.untyped_storage().data_ptr() == where for one in owned)
+
+    def _prove(
+        self, call: NativeCall, out: torch.Tensor, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
+        given = [one for one in (*args, *named.values()) if isinstance(one, torch.Tensor)]
+        given = [one for one in given if not self._is_fixed(one)]
+        with torch.inference_mode():
+            before = [one.clone() for one in given]
+            draw = torch.Generator().manual_seed(0)
+            for one in given:
+                if one.is_floating_point():
+                    one.copy_(torch.randn(one.shape, generator=draw))
+                else:
+                    one.zero_()  # an index that is in every table
+            lent = [one.clone() for one in given]
+            try:
+                self._hold(call, out, args, named)
+                if not all(map(torch.equal, given, lent)):
+                    raise self._fault(f"changes what it is given{_of(out)}")
+            finally:
+                for one, old in zip(given, before, strict=True):
+                    one.copy_(old)
+
+    def _hold(
+        self, call: NativeCall, out: torch.Tensor, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
+        due = self._operator(*args, **named)
+        if not isinstance(due, torch.Tensor) or due.shape != out.shape or due.dtype != out.dtype:
+            raise self._fault(f"is of an operator that returns no tensor as was planned{_of(out)}")
+        nothing = float("nan") if out.is_floating_point() else 1
+        out.fill_(nothing)
+        held = ctypes.create_string_buffer(call.arguments, len(call.arguments))
+        if not _FUNCTION(call.function)(ctypes.addressof(held)):
+            raise self._fault(
+                f"says that it cannot compute{_of(out)}; where it cannot, offer None and not a call"
+            )
+        if not out.is_floating_point():
+            if not torch.equal(out, due):
+                raise self._fault(f"writes other numbers than the Python function{_of(out)}")
+            return
+        found, right = out.double(), due.double()
+        if unwritten := int(found.isnan().logical_and_(~right.isnan()).sum()):
+            raise self._fault(f"leaves {unwritten} of {found.numel()} numbers unwritten{_of(out)}")
+        first = next((one for one in args if isinstance(one, torch.Tensor)), out)
+        length = first.shape[-1] if first.dim() else 1
+        bound = _ROUNDINGS * torch.finfo(out.dtype).eps + _IN_A_SUM * length**0.5
+        most, off = float(right.abs().max()), float((found - right).abs().max())
+        if not off <= bound * most:
+            raise self._fault(
+                f"writes numbers that are {off:.2g} off those of the Python function, of up to "
+                f"{most:.2g}{_of(out)}"
+            )
+
+    def _fault(self, what: str) -> Exception:
+        return fault(self._quantizer, f"the native operator of {self._name} {what}")
+
+
+def _of(out: torch.Tensor) -> str:
+    return f" ({list(out.shape)} in {str(out.dtype).removeprefix('torch.')})"
