@@ -159,6 +159,8 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
         check_verifiable(plan)
     plan = plan.limited(limits.max_batch_tokens, limits.max_batch_size)
     tokenizer = tokenizer_of(spec.tokenizer, job.source)
+    if spec.tokenizer is not None and job.source.gguf is not None:
+        job.source.gguf.compare(tokenizer)
     if isinstance(helper, FoundAssistant):
         check_vocabulary(job.source, tokenizer, helper)
     images = reader_for(job.source, plan, spec)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from families import build, config_of
+from families import build, character_tokenizer, config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jackfield
@@ -228,8 +228,12 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "scale": ({"llama.attention.scale": 0.5}, "attention.scale = 0.5"),
     "layers": ({"llama.block_count": 3}, "no tensor for model.layers.2."),
     "heads": ({"llama.attention.head_count_kv": 4}, "and has to have the shape [32, 32]"),
+    "a key that is text": ({"llama.attention.key_length": "x"}, "attention.key_length = x"),
+    "half a key": ({"llama.attention.key_length": 1.5}, "attention.key_length = 1.5"),
     "no heads": ({"llama.attention.head_count": 0}, "transformers makes no config of"),
     "many layers": ({"llama.block_count": 1 << 31}, "num_hidden_layers=2147483648"),
+    "images": ({"general.architecture": "clip"}, "is the part of a model that reads images"),
+    "an adapter": ({"general.type": "adapter"}, "is an adapter; give the model's file"),
     "other": ({"general.architecture": "rwkv7"}, "architecture 'rwkv7'"),
     "no text": ({"general.architecture": "t5"}, "architecture 't5'"),
     "eos": ({"tokenizer.ggml.eos_token_id": 500}, ""),
@@ -253,6 +257,12 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         ({"token_embd.weight": None}, "no matrix token_embd.weight"),
         ({"blk.0.ffn_up.weight": torch.ones(47, 32).numpy()}, "and has to have the shape [48, 32]"),
         ({"output_norm.weight": torch.ones(31).numpy()}, "the wrong shape for model.norm.weight"),
+        (
+            {"blk.0.attn_k.bias": torch.ones(16).numpy()},
+            "blk.0.attn_k.bias beside blk.0.attn_k.",
+        ),
+        ({"output.bias": torch.ones(120).numpy()}, "has output.bias beside output.weight, which"),
+        ({"blk.1.ffn_up.scale": torch.ones(1).numpy()}, "a LlamaForCausalLM of its config leaves"),
     ):
         path = export(model, tmp_path / "model.gguf", tensors=tensors)
         assert wanted in refusal(path)
@@ -346,3 +356,16 @@ def test_a_folder_with_a_file_in_it_names_the_file(demo: Path) -> None:
 @pytest.mark.parametrize("name", ["~/model.gguf", "~/model"])
 def test_a_home_that_nobody_expands(name: str) -> None:
     assert "(~ is not expanded)" in refusal(name)
+
+
+def test_a_tokenizer_that_is_another_models(
+    demo: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    own = AutoTokenizer.from_pretrained(MODEL_PATH)
+    jackfield.load(demo, tokenizer=own).close()
+    assert "the tokenizer that was given" not in caplog.text
+    jackfield.load(demo, tokenizer=character_tokenizer()).close()
+    assert "the tokenizer that was given has" in caplog.text
+    assert str(demo) in caplog.text
+    jackfield.load(demo, quantization="int8-cpu").close()
+    assert not [one for one in recwarn if "not writable" in str(one.message)]

@@ -315,6 +315,18 @@ def test_greedy_and_sampled_rows_mix() -> None:
     assert set(drawn[1::2]) == set(range(8))
 
 
+@pytest.mark.parametrize("width", [7, 50, 5000])
+def test_which_of_equal_tokens_is_told_is_nobody_elses_wish(width: int) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        logits = torch.randint(0, 4, (3, width), generator=drawn).float()
+        (alone,) = sample([sequence(logprobs=2)], logits[:1])
+        together = sample([sequence(logprobs=2), sequence(logprobs=5), sequence()], logits)
+        assert together[0].logprobs == alone.logprobs
+        best = (logits[0] == logits[0].max()).nonzero()[:2, 0].tolist()
+        assert [i for i, _ in alone.logprobs[0].top][: len(best)] == best
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_logprobs_are_those_of_the_raw_logits(do_sample: bool) -> None:
     row = sequence(

@@ -149,4 +149,4 @@ def test_steps_of_a_mixture_are_one_call(family: str) -> None:
         engine.generate(prompts((5, 9, 3)), max_new_tokens=3)
         for program in engine._bound.compiled.compilation._programs.values():
             assert not program.python
-            assert not program.attends_in_python
+            assert not program.attended_in_python

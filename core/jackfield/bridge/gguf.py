@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from jackfield.contracts.quantizing import GGUF_BLOCKS
 from jackfield.errors import CheckpointError, quoted, shown
 from jackfield.foreign import named
 
+logger = logging.getLogger("jackfield")
 _ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)", re.IGNORECASE)
 
 
@@ -37,6 +39,19 @@ class GgufModel:
     config: PreTrainedConfig
     model_class: type[PreTrainedModel]
     weights: Mapping[str, GgufWeight | JoinedWeight]
+
+    def compare(self, tokenizer: Any) -> None:
+        """Warn where `tokenizer`, which a caller gave, has other tokens than the file."""
+        key = "tokenizer.ggml.tokens"
+        if key not in self.header.values or not hasattr(tokenizer, "get_vocab"):
+            return
+        listed, known = self.header.array(key) or [], tokenizer.get_vocab()
+        same = sum(known.get(token) == at for at, token in enumerate(listed))
+        if 2 * same < len(listed):
+            logger.warning(
+                "the tokenizer that was given has %d of the %d tokens of %s in their places",
+                same, len(listed), self.header.path,
+            )  # fmt: skip
 
     @cached_property
     def tokenizer(self) -> Any | None:
@@ -112,10 +127,12 @@ def _opened(paths: Sequence[Path]) -> GgufModel:
     weights = weights_of_file(header, model)
     if lacks := next(missing(weights, model), None):
         raise CheckpointError(f"{header.path} has no tensor for {lacks}; fetch it again")
+    expected = model.state_dict()
     blocks = {
         name: [weight.tensor.type, *weight.tensor.shape]
         for name, weight in weights.items()
-        if isinstance(weight, GgufWeight) and weight.in_blocks and _can_keep(model, name)
+        if isinstance(weight, GgufWeight) and weight.in_blocks and name in expected
+        if _can_keep(model, name)
     }
     if blocks:
         config.quantization_config = {"quant_method": GGUF_BLOCKS, "tensors": blocks}

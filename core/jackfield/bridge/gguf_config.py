@@ -84,6 +84,15 @@ def _check_architecture(header: GgufHeader) -> None:
 
     known = {name.replace("_", "") for name in GGUF_SUPPORTED_ARCHITECTURES}
     known -= {"general", "tokenizer", "t5", "umt5"}
+    if header.architecture == "clip":
+        raise CheckpointError(
+            f"{header.path} is the part of a model that reads images or sounds (mmproj); give the "
+            "file of the model itself"
+        )
+    if header.values.get("general.type") == "adapter":
+        raise CheckpointError(
+            f"{header.path} is an adapter; give the model's file, and the adapter as PEFT keeps it"
+        )
     if header.architecture.replace("-", "").replace("_", "") not in known:
         raise CheckpointError(
             f"{header.path} is of architecture {header.architecture!r}, which transformers "
@@ -107,7 +116,8 @@ def _take_over(header: GgufHeader, config: PreTrainedConfig) -> None:
         if value is None or value == 0 or isinstance(value, Array):
             continue
         if hasattr(config, field):
-            setattr(config, field, value)
+            with named(f"{header.path} says {key} = {shown(value)}"):
+                setattr(config, field, value)
         elif field != "head_dim" or value * config.num_attention_heads != config.hidden_size:
             raise CheckpointError(
                 f"{header.path} says {key} = {shown(value)}, for which a {type(config).__name__} "

@@ -54,11 +54,23 @@ def weights_of_file(
             found[whole] = JoinedWeight(whole, (*parts, plain), conversion.join)
             continue
         ours = conversion.names.get(name, name)
+        if ours not in expected and (of := _left_out(name, conversion.names)) is not None:
+            raise CheckpointError(
+                f"{header.path} has {shown(name)} beside {of}, which a {type(model).__name__} "
+                "of its config leaves out; give the model's folder or hub id"
+            )
         layer = model.get_submodule(ours.rpartition(".")[0]) if ours in expected else None
         weight = conversion.weight(name, isinstance(layer, Conv1D))
         _check_shape(header, weight, ours, expected)
         found[ours] = weight
     return found
+
+
+def _left_out(name: str, known: Mapping[str, str]) -> str | None:
+    """The matrix of which a tensor that the model has no place for is the bias or the scale."""
+    stem, _, last = name.rpartition(".")
+    of = f"{stem}.weight"
+    return of if last in ("bias", "scale") and of in known else None
 
 
 class _Conversion:

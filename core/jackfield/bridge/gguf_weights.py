@@ -63,7 +63,7 @@ class GgufWeight:
         at = slice(count) if self.rows is None else self.rows[:count]
         shape = (self.tensor.shape[0], self.tensor.nbytes // self.tensor.shape[0])
         raw = np.memmap(self.tensor.path, np.uint8, "r", self.tensor.start, shape)
-        return torch.from_numpy(_unpacked(np.asarray(raw[at]), self.tensor.type))
+        return torch.from_numpy(_unpacked(np.array(raw[at]), self.tensor.type))
 
     def _bytes(self) -> Numbers:
         path, of = self.tensor.path, self.tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,8 +47,11 @@ if TYPE_CHECKING:
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:
-    """The width of its logits."""
-    return int(model.config.get_text_config(decoder=True).vocab_size)
+    """How many token ids it reads and writes: a head may be narrower than an embedding."""
+    size = int(model.config.get_text_config(decoder=True).vocab_size)
+    with suppress(NotImplementedError):
+        size = min(size, int(getattr(model.get_output_embeddings(), "out_features", size)))
+    return size
 
 
 def install_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:

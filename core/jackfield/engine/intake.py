@@ -73,6 +73,7 @@ class Intake:
         self._images = assembly.images
         self._introspection = assembly.introspection
         self._check_open = assembly.worker.check_open
+        self._device = input_device(self._model).type  # not asked while a compiler reads the model
 
     @property
     def reads(self) -> str | None:
@@ -86,7 +87,7 @@ class Intake:
 
     def check_surroundings(self) -> None:
         """Raise UsageError for what the calling thread asks of torch and no step would honour."""
-        refuse_autocast(input_device(self._model).type)
+        refuse_autocast(self._device)
 
     def sequence(
         self,

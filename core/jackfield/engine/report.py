@@ -131,6 +131,9 @@ class Report:
                 return observation
         raise KeyError(kind)
 
+    def __contains__(self, kind: object) -> bool:
+        return any(observation.kind == kind for observation in self.observations)
+
     def since(self, before: Report | None) -> Report:
         """What was observed after `before` (None: from the start)."""
         if before is None:

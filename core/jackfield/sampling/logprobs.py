@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from jackfield.contracts import TokenLogprob
 from jackfield.sampling.stage import precise
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_LESS = 2.0**-50  # of a number in float64, where float32 tells apart what differs by 2**-24
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -18,10 +25,26 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 def columns(raw: torch.Tensor, tokens: torch.Tensor, most: int) -> list[torch.Tensor]:
     """`[rows]` each: the token's log-probability, the ids of the `most` likeliest, and theirs.
 
-    `raw` is what `log_probabilities` gave, `tokens` is int64 `[rows]`.
+    `raw` is what `log_probabilities` gave, `tokens` is int64 `[rows]`. Of equal ones the first ids
+    come first: which of them `topk` takes depends on how many the others in a batch want.
     """
     top = raw.topk(most, -1)
-    return [raw.gather(1, tokens[:, None])[:, 0], *top.indices.T, *top.values.T]
+    if not most or raw.device.type == "mps":  # which has no float64
+        chosen = top.indices
+    elif raw.device.type == "cpu":
+        chosen = torch.from_numpy(np.stack(list(map(_firsts, raw.numpy(), top.indices.numpy()))))
+    else:
+        ids = torch.arange(raw.shape[-1], dtype=torch.float64, device=raw.device)
+        chosen = (raw * (1 + ids * _LESS)).topk(most, -1).indices  # below 0 all of them
+    return [raw.gather(1, tokens[:, None])[:, 0], *chosen.T, *raw.gather(1, chosen).T]
+
+
+def _firsts(row: NDArray[Any], top: NDArray[np.int64]) -> NDArray[np.int64]:
+    """As many ids as `top`, the likeliest and of equal ones the first."""
+    among = np.flatnonzero(row >= row[top[-1]])
+    if len(among) < len(top):  # something is no number
+        return top
+    return among[np.argsort(-row[among], kind="stable")][: len(top)]
 
 
 def entry(token: int, numbers: Seq[float], wanted: int) -> TokenLogprob:

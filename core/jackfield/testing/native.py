@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Container
+from collections.abc import Sequence as Seq
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,9 @@ from jackfield.testing.checks import WrongError
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 _TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
-_ROUNDINGS = 8  # of the largest number, that two ways to compute one thing may differ by
+#: Of the largest number, that two ways to compute one thing may differ by: in the dtype of the
+#: output, and in that of the sums, which two ways add up in another order.
+_ROUNDINGS, _IN_SUMS = 8, 64
 
 
 def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **given: Any) -> bool:
@@ -40,6 +43,32 @@ def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **give
         for other in others:
             _compare(f"{what}, run together with others,", other, due)
     return True
+
+
+def agree_together(
+    what: str, native: Native, calls: Seq[tuple[tuple[Any, ...], dict[str, Any]]], run: Any
+) -> int:
+    """Hold calls of several layers with one input, run together, to the operator `run`; how many.
+
+    Raises WrongError.
+    """
+    made = []
+    for (_, *rest), given in calls:
+        first = calls[0][0][0]
+        due = run(first, *rest, **given)
+        out = torch.full_like(due, float("nan"))
+        call = native(out, first, *rest, **given)
+        if call is not None and call.together:
+            made.append((call, out, due))
+    if not made:
+        return 0
+    if not _run_together(made[0][0].together, [call for call, *_ in made]):
+        raise WrongError(
+            f"calls of {what} for several layers say that they cannot be done together"
+        )
+    for _, out, due in made:
+        _compare(f"{what}, run together with those of other layers,", out, due)
+    return len(made)
 
 
 def _by_row(what: str, native: Native, due: torch.Tensor, *arguments: Any, **given: Any) -> None:
@@ -68,6 +97,7 @@ class Heard(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
+        self.others: set[str] = set()  # operators of no library of torch's
 
     def __enter__(self) -> Self:
         torch.compiler._is_compiling_flag = True
@@ -84,6 +114,8 @@ class Heard(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if str(func) in self._names:
             self.calls.append((str(func), args, kwargs or {}, found))
+        elif func.namespace not in ("aten", "prim", "prims"):
+            self.others.add(str(func))
         return found
 
 
@@ -102,10 +134,11 @@ def _run_together(function: int, calls: list[NativeCall]) -> bool:
 def _compare(what: str, found: torch.Tensor, due: torch.Tensor) -> None:
     if not due.numel():
         return
-    eps = torch.finfo(due.dtype).eps
+    sums = torch.float64 if due.dtype is torch.float64 else torch.float32
+    bound = _ROUNDINGS * torch.finfo(due.dtype).eps + _IN_SUMS * torch.finfo(sums).eps
     found, due = found.double(), due.double()
     off, most = (found - due).abs().max().item(), due.abs().max().item()
-    if not off <= _ROUNDINGS * eps * max(most, 1.0):
+    if not off <= bound * max(most, 1.0):
         raise WrongError(
             f"{what} writes numbers that are {off:.2g} off those of the Python function"
         )

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jackfield.api import plan
-from jackfield.errors import PlanError, shown
+from jackfield.errors import PlanError, first_line, shown
 from jackfield.in_transformers.quantization import quantization
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.engines import watched
 from jackfield.testing.models import Reference
-from jackfield.testing.native import Heard, agrees
+from jackfield.testing.native import Heard, agree_together, agrees
 from jackfield.testing.quantizer.diagnosis import multiplied_with
 from jackfield.testing.quantizer.layers import told
 from jackfield.testing.quantizer.loads import Layer, Loads, of_main
@@ -106,20 +107,57 @@ def _logits(loads: Loads, name: str, dtype: str) -> str:
 def _native(loads: Loads, name: str, dtype: str) -> str:
     """The operators that it offers as functions in C write what they return."""
     offered = loads.subject.backend.native_operators()
-    held = 0
+    held, others = 0, set[str]()
+    siblings: dict[tuple[str, torch.Size], list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
     for layer in loads.layers(name, dtype):
-        for rows, texts in ((1, 1), (3, 3), (33, 33), (7, 1)):  # a text each, and a prompt
+        for rows, texts in ((1, 1), (3, 3), (33, 33), (7, 1), (97, 1)):  # texts, prompts
             with Heard(offered) as heard, torch.inference_mode():
                 given = layer.inputs(rows)
                 layer.module(given.view(texts, -1, given.shape[-1]))
+            others |= heard.others
             for operator, args, kwargs, due in heard.calls:
                 try:
                     held += agrees(operator, offered[operator], due, *args, **kwargs)
+                    _same_shape(operator, due, args, kwargs)
+                    siblings.setdefault((operator, args[0].shape), []).append((args, kwargs))
                 except WrongError as error:
                     raise WrongError(f"{layer.path}, {rows} rows: {error}") from None
+    with torch.inference_mode():
+        for (operator, _), calls in siblings.items():
+            held += agree_together(operator, offered[operator], calls, operator_of(operator))
+    if not held and others:
+        raise WrongError(
+            f"native_operators offers {', '.join(sorted(offered))}, and its layers call "
+            f"{', '.join(sorted(others))}"
+        )
     if not held:
         raise NotTriedError("its layers call none of the operators that it offers natively")
     return f"{held} calls"
+
+
+def operator_of(name: str) -> Any:
+    """torch's operator of this name, "library.operator.overload"."""
+    space, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, space), operator), overload)
+
+
+def _same_shape(
+    name: str, due: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Hold the operator's fake, which tells a compiler what to plan for, to what it returns."""
+    run = operator_of(name)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = [mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in args]
+        try:
+            found = run(*given, **kwargs)
+        except Exception as error:
+            raise WrongError(f"{name} cannot be traced: {first_line(error)}") from error
+    told, right = ((one.shape, one.stride(), one.dtype) for one in (found, due))
+    if told != right:
+        raise WrongError(
+            f"the fake of {name} says {[*told[0]]} in {told[2]}, strides {[*told[1]]}; it returns "
+            f"{[*right[0]]} in {right[2]}, strides {[*right[1]]}"
+        )
 
 
 def _two(loads: Loads, name: str, dtype: str) -> None:

@@ -45,7 +45,9 @@ class NativeCompilation(Compilation):
         """The compiler of the kernel, and for what a step goes back to Python."""
         programs = list(self._programs.values())
         missing = sorted({name for p in programs for name in p.python})
-        missing += ["the attention"] * any(p.attends_in_python for p in programs)
+        if some := sum(program.attended_in_python for program in programs):
+            every = sum(program.steps for program in programs)
+            missing.append(f"the attention of {some} of {every} steps that decode")
         return KERNEL.built_with() + (f"; in Python: {', '.join(missing)}" if missing else "")
 
     @property

@@ -54,7 +54,7 @@ class Program:
         self, graph: Graph, read: Callable[[str], torch.Tensor], offered: Compilation
     ) -> None:
         self.python: Counter[str] = Counter()
-        self.attends_in_python = False  # in some step that decodes, so far
+        self.steps = self.attended_in_python = 0  # that decode, so far
         self._native = offered.native_operators
         graph, self._siblings = side_by_side(graph, LINEARS | self._native.keys())
         self._places = Places(graph)
@@ -88,7 +88,8 @@ class Program:
         self._fed["positions"].copy_(positions)
         if not self._whole():
             self._parts()
-            self.attends_in_python |= keep is None  # of prompts it may be better so
+            self.attended_in_python += keep is None  # of prompts it may be better so
+        self.steps += keep is None
         if self._head is not None:
             return self._head(keep)
         logits: torch.Tensor = self._logits
