@@ -8,6 +8,7 @@ as well; what lay in them is put back.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jackfield.registry.backends import Registered
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 _ROUNDINGS = 8  # of the largest number, in the output's dtype
+_REST = 0.5  # seconds
 _IN_A_SUM = 4 * torch.finfo(torch.float32).eps  # by the root of how many are added
 
 
@@ -30,17 +32,44 @@ def held_offers(quantizer: Registered, model: nn.Module) -> NativeOperators:
         offered = quantizer.backend.native_operators()  # type: ignore[attr-defined]
     if not isinstance(offered, Mapping):
         raise fault(quantizer, f"native_operators must return a dict, got {quoted(offered)}")
-    return {name: _Held(quantizer, name, native, model) for name, native in offered.items()}
+    owned = _Owned(model)
+    return {name: _Held(quantizer, name, native, owned) for name, native in offered.items()}
+
+
+class _Owned:
+    """Which memory is a model's own. Asked in bursts, while a step is laid out; between them
+    weights may move, so all is looked at again after a rest.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._own: set[int] = set()
+        self._others: set[int] = set()
+        self._last = 0.0
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return True
+        where = tensor.untyped_storage().data_ptr()
+        if (now := time.monotonic()) - self._last > _REST:
+            self._own, self._others = set(), set()
+        self._last = now
+        if where not in self._own and where not in self._others:
+            weights = (*self._model.parameters(), *self._model.buffers())
+            self._own = {one.untyped_storage().data_ptr() for one in weights}
+            if where not in self._own:
+                self._others.add(where)
+        return where in self._own
 
 
 class _Held:
     """One operator: `native`, each of whose calls is proven once."""
 
-    def __init__(self, quantizer: Registered, name: str, native: Native, model: nn.Module) -> None:
+    def __init__(self, quantizer: Registered, name: str, native: Native, owned: _Owned) -> None:
         self._quantizer, self._name, self._native = quantizer, name, native
         self._guard = guarded(quantizer, f"the native operator of {name}")
         self._operator = self._found(name)
-        self._model = model
+        self._owned = owned
         self._weights: set[tuple[int, ...]] = set()  # that were proven, by where they lie
         self._shapes: set[Any] = set()
 
@@ -68,7 +97,7 @@ class _Held:
         if not isinstance(call.arguments, bytes):
             raise self._fault(f"has {quoted(call.arguments)} for arguments, which are bytes")
         tensors = [one for one in (*args, *named.values()) if isinstance(one, torch.Tensor)]
-        weights = tuple(one.data_ptr() for one in tensors if self._is_fixed(one))
+        weights = tuple(one.data_ptr() for one in tensors if self._owned.has(one))
         shapes = tuple((one.shape, one.stride(), one.dtype) for one in (out, *tensors))
         if weights not in self._weights or shapes not in self._shapes:
             self._prove(call, out, args, named)
@@ -76,19 +105,11 @@ class _Held:
             self._shapes.add(shapes)
         return call
 
-    def _is_fixed(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the model's; others hold what a step computes."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            return True
-        where = tensor.untyped_storage().data_ptr()
-        owned = (*self._model.parameters(), *self._model.buffers())
-        return any(one.untyped_storage().data_ptr() == where for one in owned)
-
     def _prove(
         self, call: NativeCall, out: torch.Tensor, args: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         given = [one for one in (*args, *named.values()) if isinstance(one, torch.Tensor)]
-        given = [one for one in given if not self._is_fixed(one)]
+        given = [one for one in given if not self._owned.has(one)]  # what a step computes
         with torch.inference_mode():
             before = [one.clone() for one in given]
             draw = torch.Generator().manual_seed(0)
