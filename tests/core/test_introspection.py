@@ -24,6 +24,7 @@ from jackfield.errors import SettingsError, UsageError
 PROMPTS = prompts((5, 13, 21, 1))
 NEW = 9
 BOTH = {"output_hidden_states": True, "output_attentions": True}
+STATES = {"output_hidden_states": True}
 #: Models have softmax, norms and states in float32, also those of float64.
 NEAR = {"rtol": 1e-5, "atol": 1e-4}
 LOOKUP = "prompt_lookup?min_acceptance_rate=0&max_matching_ngram_size=1"
@@ -42,9 +43,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def right(model: Any, prompt: list[int], **asked: Any) -> Any:
     ids = torch.tensor([prompt])
+    both = STATES if model.config.model_type == "falcon" else BOTH
     return model.generate(
         ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True,
-        **{"max_new_tokens": NEW, "do_sample": False, **BOTH, **asked},
+        **{"max_new_tokens": NEW, "do_sample": False, **both, **asked},
     )  # fmt: skip
 
 
@@ -120,7 +122,11 @@ def test_families(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(layer_outputs, "BLOCK", block)
     model = build(name)
     with jackfield.load(build(name)) as engine:
-        found = engine.generate(PROMPTS, max_new_tokens=NEW, **BOTH)
+        asked = STATES if name == "falcon-alibi" else BOTH
+        found = engine.generate(PROMPTS, max_new_tokens=NEW, **asked)
+        if name == "falcon-alibi":
+            with pytest.raises(SettingsError, match="adds its ALiBi twice"):
+                engine.generate(PROMPTS[0], output_attentions=True)
     for prompt, one in zip(PROMPTS, found, strict=True):
         check(model, prompt, one)
 

@@ -56,6 +56,8 @@ print(json.dumps({
     ),
     "quantizer": run(quantization="plugin:int8-rows"),
     "kernel": run(kernels="plugin:cpp-silu"),
+    "rows": run(quantization="plugin:native-rows", compile="none"),
+    "native": run(quantization="plugin:native-rows", compile="native"),
     "off": off,
 }))
 """
@@ -91,7 +93,7 @@ def test_they_run_and_are_right(site: Path, forks: Forks) -> None:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["cache"]["tokens"] == found[""]["tokens"] == found["drafts"]["tokens"]
-    assert [one["planned"] for name, one in found.items() if name != "off"] == [True] * 6
+    assert [one["planned"] for name, one in found.items() if name != "off"] == [True] * 8
     assert found["draft model"]["tokens"] == found[""]["tokens"]
     assert found["cache"]["pages"] == [16, 0]
     assert found["drafts"]["report"]["speculation"]["accepted"] > 0
@@ -100,12 +102,16 @@ def test_they_run_and_are_right(site: Path, forks: Forks) -> None:
     kernel = found["kernel"]["report"]["kernel"]
     assert kernel["distribution"] == "jackfield-cpp-silu"
     assert kernel["calls"] > 0
+    assert found["native"]["tokens"] == found["rows"]["tokens"]
+    native = found["native"]["report"]["compiler"]
+    assert native["name"] == "native"
+    assert "in Python" not in native["source"]  # its operator and all others ran in C
     assert max(found["off"]) < 1e-5, found["off"]
 
 
 def test_the_page_of_examples_has_them_all() -> None:
     page = (ROOT / "docs/examples/README.md").read_text()
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
     assert [one.name for one in EXAMPLES if f"({one.name})" not in page] == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from families import build
@@ -66,6 +67,9 @@ def test_a_change_of_any_module_is_seen(change: Callable[[nn.Module], None]) -> 
         ([1, 2], [1, 3]),
         ({"default": 0.5}, {"default": 4.0}),
         (0.5, torch.ones(2)),
+        (np.float64(1), np.float64(2)),
+        (np.float32(1), np.float32(2)),
+        pytest.param(torch.sin, torch.cos, id="functions"),
     ],
     ids=repr,
 )
@@ -85,3 +89,44 @@ def test_a_setting_that_is_changed_is_seen(before: object, after: object) -> Non
         assert not all(held.next_is_same() for _ in range(_STEPS))
         del module.setting
         assert not held.is_structure()
+
+
+class Gain(nn.Module):
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = nn.Sequential(nn.Identity())
+
+    def scaled(self, states: torch.Tensor) -> torch.Tensor:
+        return states * self.gain
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.several(self.scaled(states))  # type: ignore[no-any-return]
+
+
+def over_a_class(module: Gain) -> None:
+    module.gain = 2.0
+
+
+def another_method(module: Gain) -> None:
+    module.scaled = lambda states: -states  # type: ignore[method-assign]
+
+
+def one_more_part(module: Gain) -> None:
+    module.several.append(nn.Linear(2, 2))
+
+
+def another_buffer(module: Gain) -> None:
+    module.register_buffer("more", torch.ones(1))
+
+
+@pytest.mark.parametrize("change", [over_a_class, another_method, one_more_part, another_buffer])
+def test_what_is_new_in_a_module_is_seen(change: Callable[[Gain], None]) -> None:
+    module = Gain()
+    model = nn.Sequential(module)
+    held = Held(model)
+    assert all(held.next_is_same() for _ in range(_STEPS))
+    change(module)
+    assert not held.is_structure()
+    assert not all(held.next_is_same() for _ in range(_STEPS))

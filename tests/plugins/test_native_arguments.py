@@ -50,6 +50,7 @@ READERS = {
     "plugins/jackfield_plugins/launching.py": "runs on a GPU, by the tests of kernels",
     "plugins/jackfield_plugins/quantizer/groupwise/files.py": "unmaps memory of files",
     "core/jackfield/registry/loading.py": "raises in a thread",
+    "core/jackfield/bridge/native_offers.py": "runs the calls that others made",
     "core/jackfield/testing/native.py": "runs the calls that others made",
     "core/jackfield/registry/contained.py": "writes out what C code has printed",
     "core/jackfield/estimates/measuring.py": "gives memory back",

@@ -106,6 +106,7 @@ def like(layer: Callable[..., None]) -> Callable[[Any], Any]:
 
 
 FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
 
 
 def outputs(keeps: tuple[Any, ...], shape: Any = None) -> torch.Tensor:
@@ -138,6 +139,27 @@ def test_a_call_made_for_other_tensors_never_runs(monkeypatch: pytest.MonkeyPatc
 
     offering(monkeypatch, change)
     with pytest.raises(JackfieldError, match="quantizer 'int8-cpu'"):
+        say()
+
+
+def test_several_at_once_are_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of one input run as one call: here the last of them is left out."""
+    kept: list[Any] = []
+
+    def change(call: NativeCall) -> NativeCall:
+        right = TOGETHER(call.together)
+        wrong = TOGETHER(lambda arguments, count: bool(right(arguments, count - 1)))
+        kept.append(wrong)
+        return call._replace(together=ctypes.cast(wrong, ctypes.c_void_p).value or 0)
+
+    first: list[NativeCall] = []
+
+    def offered(call: NativeCall) -> NativeCall:
+        first.extend([] if first else [change(call)])
+        return call._replace(together=first[0].together)
+
+    offering(monkeypatch, offered)
+    with pytest.raises(JackfieldError, match=r"quantizer 'int8-cpu'.*unwritten"):
         say()
 
 

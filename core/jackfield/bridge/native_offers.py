@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +20,10 @@ from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Registered
 
+_TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
-_ROUNDINGS = 8  # of the largest number, in the output's dtype
+_ROUNDINGS = 4  # of the largest number, in the output's dtype
+_SIBLINGS = 4  # calls that are tried as one
 _REST = 0.5  # seconds
 _IN_A_SUM = 4 * torch.finfo(torch.float32).eps  # by the root of how many are added
 
@@ -37,7 +39,7 @@ def held_offers(quantizer: Registered, model: nn.Module) -> NativeOperators:
 
 
 class _Owned:
-    """Which memory is a model's own. Asked in bursts, while a step is laid out; between them
+    """Which memory is a model's own. _Asked in bursts, while a step is laid out; between them
     weights may move, so all is looked at again after a rest.
     """
 
@@ -62,6 +64,14 @@ class _Owned:
         return where in self._own
 
 
+class _Asked(NamedTuple):
+    """What a call was asked for."""
+
+    out: torch.Tensor
+    args: Sequence[Any]
+    named: Mapping[str, Any]
+
+
 class _Held:
     """One operator: `native`, each of whose calls is proven once."""
 
@@ -70,6 +80,7 @@ class _Held:
         self._guard = guarded(quantizer, f"the native operator of {name}")
         self._operator = self._found(name)
         self._owned = owned
+        self._siblings: list[_Asked] = []  # of the last input
         self._weights: set[tuple[int, ...]] = set()  # that were proven, by where they lie
         self._shapes: set[Any] = set()
 
@@ -121,6 +132,8 @@ class _Held:
             lent = [one.clone() for one in given]
             try:
                 self._hold(call, out, args, named)
+                if call.together:
+                    self._hold_siblings(_Asked(out, args, named))
                 if not all(map(torch.equal, given, lent)):
                     raise self._fault(f"changes what it is given{_of(out)}")
             finally:
@@ -140,6 +153,35 @@ class _Held:
             raise self._fault(
                 f"says that it cannot compute{_of(out)}; where it cannot, offer None and not a call"
             )
+        self._compare(out, due, args)
+
+    def _hold_siblings(self, asked: _Asked) -> None:
+        """Calls with one input may run as one: this and those before, into outputs of their own."""
+        before = self._siblings[:1]
+        if not (before and before[0].args[0] is asked.args[0] and len(self._siblings) < _SIBLINGS):
+            self._siblings = []
+        self._siblings.append(asked)
+        if len(self._siblings) < 2:
+            return
+        outs = [torch.full_like(one.out, float("nan")) for one in self._siblings]
+        with self._guard:
+            calls = [
+                self._native(out, *one.args, **one.named)
+                for out, one in zip(outs, self._siblings, strict=True)
+            ]
+        joined = [call for call in calls if call is not None]
+        if len(joined) < len(calls) or len({call.together for call in joined}) > 1:
+            return
+        held = [ctypes.create_string_buffer(c.arguments, len(c.arguments)) for c in joined]
+        where = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+        if not _TOGETHER(joined[0].together)(ctypes.addressof(where), len(held)):
+            raise self._fault(f"says that it cannot compute several at once{_of(asked.out)}")
+        for out, one in zip(outs, self._siblings, strict=True):
+            self._compare(out, self._operator(*one.args, **one.named), one.args, "of several ")
+
+    def _compare(
+        self, out: torch.Tensor, due: torch.Tensor, args: Sequence[Any], which: str = ""
+    ) -> None:
         if not out.is_floating_point():
             if not torch.equal(out, due):
                 raise self._fault(f"writes other numbers than the Python function{_of(out)}")
@@ -153,8 +195,8 @@ class _Held:
         most, off = float(right.abs().max()), float((found - right).abs().max())
         if not off <= bound * most:
             raise self._fault(
-                f"writes numbers that are {off:.2g} off those of the Python function, of up to "
-                f"{most:.2g}{_of(out)}"
+                f"writes numbers {which}that are {off:.2g} off those of the Python function, of up "
+                f"to {most:.2g}{_of(out)}"
             )
 
     def _fault(self, what: str) -> Exception:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from jackfield.bridge.layer_outputs import LayerOutputs, LayerReader
+from jackfield.bridge.model_layers import own_implementation
 from jackfield.contracts.requirements import BYTES
 from jackfield.devices import free_bytes
 from jackfield.errors import ExecutionError, SettingsError
@@ -40,6 +41,11 @@ class Introspection:
             raise SettingsError(f"{asked[0]}=True: {why}; drop it")
         if settings.output_attentions and not self._bound.plan.requirements.attends:
             raise SettingsError("output_attentions=True: no layer of this model attends; drop it")
+        if settings.output_attentions and own_implementation(self._bound.model) != "eager":
+            raise SettingsError(
+                f"output_attentions=True: {type(self._bound.model).__name__} shows none of the "
+                "attention that it runs (with them it adds its ALiBi twice); drop it"
+            )
         tokens = length + settings.max_new_tokens - 1  # the last one is never fed
         for name in asked:
             texts = settings.num_return_sequences

@@ -43,7 +43,7 @@ class Fingerprints:
 
     def of(self, value: Any, within: int = 0) -> str:
         if isinstance(value, (*_PLAIN, *_NAMED)):
-            return repr(value)
+            return f"{value.dtype} {value!r}" if isinstance(value, np.generic) else repr(value)
         if (known := self._known.get(id(value))) is not None:
             return known[0]
         self._known[id(value)] = "itself", value  # where it leads back to itself
@@ -70,8 +70,10 @@ class Fingerprints:
             return f"{_name(value)} {self.of(type(value).forward)} {self.of(own, within + 1)}"
         if (parts := _parts(value)) is not None:
             return f"{_name(value)} ({', '.join([self.of(one, within) for one in parts])})"
-        if isinstance(value, types.ModuleType | OpOverload | logging.Logger | torch.finfo):
+        if isinstance(value, OpOverload | logging.Logger | torch.finfo):
             return f"{_name(value)} {value}"
+        if isinstance(value, types.ModuleType):
+            return f"module {value.__name__}"
         if isinstance(value, types.BuiltinFunctionType):
             return f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, type) or type(value).__module__.partition(".")[0] == "torch":
