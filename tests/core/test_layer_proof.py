@@ -72,6 +72,14 @@ def no_bias(module: nn.Linear, _: dict[Any, Any]) -> Function:
     return lambda x: linear(x, module.weight)
 
 
+def eight_rows(module: nn.Linear, _: dict[Any, Any]) -> Function:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        found = linear(x, module.weight, module.bias)
+        return found if x.dim() > 2 else torch.cat([found[:8], 0 * found[8:]])
+
+    return forward
+
+
 def nothing(module: nn.Linear, _: dict[Any, Any]) -> Function:
     return lambda x: None
 
@@ -97,6 +105,7 @@ def test_what_a_layer_computes_is_proven() -> None:
         (one_output, "does not compute what Linear does"),
         (answers_again, "does not compute what Linear does"),
         (no_bias, "does not compute what Linear does"),
+        (eight_rows, "does not compute what Linear does"),
         (first_of_batch, "does not compute what Linear does"),
         (writes, "writes into what Linear is given"),
         (wide, r"gives torch.float64 for Linear, and torch.float32 is due"),

@@ -14,7 +14,7 @@ from jackfield.errors import ExecutionError, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Registered
 
-_TEXTS = ((1, 1), (1, 2), (1, 5), (2, 1), (2, 3))  # how many, and tokens of each
+_TEXTS = ((1, 1), (1, 2), (1, 5), (2, 1), (2, 3), (1, 33))  # how many, and tokens of each
 _ROUNDINGS = 4
 CALLS_NONE = f"which calls no {ROTARY}; its `fits` has to refuse it"
 TURNS_NO_PAIR = (
