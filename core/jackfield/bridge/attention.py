@@ -84,7 +84,7 @@ class AttentionBinding:
         self.tally = Tally()
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
-        self.implementation: str | None = None  # what transformers calls that code
+        self.implementation: str | None = None  # what transformers calls that code, if it runs
         self.native: NativeAttention | None = None
         self.tap: Tap | None = None
         self.replace: Callable[[Stand], Callable[[], None]] | None = None
@@ -121,7 +121,7 @@ class AttentionBinding:
         forward = self._padded(bound) if pages is None else self._packed(bound, pages)
         if stranger:
             forward = self._declared(forward)
-        self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
+        self.key = f"{KEY}{next(_serial)}"
         self.native = self._native(bound, pages)
         # Modules with an encoder do not always say themselves that they are causal.
         masked = {"own_mask", "cross_attention"}
@@ -152,7 +152,6 @@ class AttentionBinding:
         It still looks up its mask, so a key of ours brings one that is right in float64 too, unless
         the model reads the very name.
         """
-        self.by_lookup = False
         if implementation == "eager":
             implementation = own_implementation(model)
         self.implementation = implementation
@@ -348,7 +347,7 @@ class AttentionBinding:
         """Make `model` call this attention. Returns the function that puts back what was there."""
         self._configs = configs = decoder_configs(model)
         before = [config._attn_implementation_internal for config in configs]
-        if not self.by_lookup:
+        if self.implementation is not None:
             self._observe(model)
         for config in configs:
             config._attn_implementation_internal = self.key

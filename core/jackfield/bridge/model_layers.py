@@ -68,6 +68,12 @@ def windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     return tuple(getattr(layer, "sliding_window", None) for layer in layers)
 
 
+def vocab_size_of(model: PreTrainedModel) -> int:
+    """How many token ids it reads and writes: a head may be narrower than an embedding."""
+    size = int(model.config.get_text_config(decoder=True).vocab_size)
+    return min(size, int(getattr(model.get_output_embeddings(), "out_features", size)))
+
+
 def replaceable(model: PreTrainedModel) -> bool:
     """Whether the model calls its attention through AttentionInterface, whatever its name is.
 

@@ -7,7 +7,6 @@ as well; what lay in them is put back.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from jackfield.bridge.native_calls import operator_of, run, run_together
 from jackfield.contracts import Native, NativeCall, NativeOperators
 from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Registered
 
-_TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
-_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 _ROUNDINGS = 4  # of the largest number, in the output's dtype
 _SIBLINGS = 4  # calls that are tried as one
 _REST = 0.5  # seconds
@@ -86,8 +84,7 @@ class _Held:
 
     def _found(self, name: Any) -> Callable[..., Any]:
         try:
-            space, operator, overload = name.split(".")
-            found: Any = getattr(getattr(getattr(torch.ops, space), operator), overload)
+            found: Any = operator_of(name)
         except (AttributeError, ValueError):
             raise fault(
                 self._quantizer,
@@ -148,8 +145,7 @@ class _Held:
             raise self._fault(f"is of an operator that returns no tensor as was planned{_of(out)}")
         nothing = float("nan") if out.is_floating_point() else 1
         out.fill_(nothing)
-        held = ctypes.create_string_buffer(call.arguments, len(call.arguments))
-        if not _FUNCTION(call.function)(ctypes.addressof(held)):
+        if not run(call):
             raise self._fault(
                 f"says that it cannot compute{_of(out)}; where it cannot, offer None and not a call"
             )
@@ -172,9 +168,7 @@ class _Held:
         joined = [call for call in calls if call is not None]
         if len(joined) < len(calls) or len({call.together for call in joined}) > 1:
             return
-        held = [ctypes.create_string_buffer(c.arguments, len(c.arguments)) for c in joined]
-        where = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
-        if not _TOGETHER(joined[0].together)(ctypes.addressof(where), len(held)):
+        if not run_together(joined):
             raise self._fault(f"says that it cannot compute several at once{_of(asked.out)}")
         for out, one in zip(outs, self._siblings, strict=True):
             self._compare(out, self._operator(*one.args, **one.named), one.args, "of several ")

@@ -11,12 +11,13 @@ from jackfield.bridge.devices import settle
 from jackfield.bridge.feature_encoder import FeatureEncoder
 from jackfield.bridge.image_encoder import ImageEncoder, image_token
 from jackfield.bridge.image_reader import ImageReader
+from jackfield.bridge.model_layers import vocab_size_of
 from jackfield.bridge.sounds import SoundReader
 from jackfield.bridge.tokenizer import Text
 from jackfield.devices import hand_back, input_device
 from jackfield.engine.assistant import draft_model
 from jackfield.engine.batch_limits import BatchLimits
-from jackfield.engine.bound import BoundModel, install_all, vocab_size_of
+from jackfield.engine.bound import BoundModel, install_all
 from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.decoder import Decoder, strategies_of
 from jackfield.engine.introspection import Introspection

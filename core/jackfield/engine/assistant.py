@@ -6,9 +6,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from jackfield.bridge.model_layers import vocab_size_of
 from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step, StepBlock
-from jackfield.engine.bound import BoundModel, vocab_size_of
+from jackfield.engine.bound import BoundModel
 from jackfield.engine.drawing import ENDLESS, drafting_settings, drawn
 from jackfield.engine.reading import Assistance
 from jackfield.engine.report import Observation, observe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.state_layers import state_layers
 from jackfield.bridge.unchanged import Unchanged
-from jackfield.contracts import (
-    BindContext,
-    Compilation,
-    KVCache,
-    PackedKVCache,
-    Quantizer,
-)
+from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantizer
 from jackfield.engine.adapters import Adapters
 from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.encoded import EncodedCache
@@ -44,14 +38,6 @@ if TYPE_CHECKING:
 
     from jackfield.bridge.compiled import CompiledForward
     from jackfield.contracts import ModelInputs
-
-
-def vocab_size_of(model: PreTrainedModel) -> int:
-    """How many token ids it reads and writes: a head may be narrower than an embedding."""
-    size = int(model.config.get_text_config(decoder=True).vocab_size)
-    with suppress(NotImplementedError):
-        size = min(size, int(getattr(model.get_output_embeddings(), "out_features", size)))
-    return size
 
 
 def install_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:

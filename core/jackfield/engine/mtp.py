@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jackfield.bridge.heads import Heads
+from jackfield.bridge.model_layers import vocab_size_of
 from jackfield.bridge.mtp import LastStates
 from jackfield.contracts import PackedKVCache, ScheduledSequence, Sequence, StepBlock
-from jackfield.engine.bound import BoundModel, vocab_size_of
+from jackfield.engine.bound import BoundModel
 from jackfield.engine.drawing import drafting_settings, drawn
 from jackfield.engine.steps import RunningStep
 from jackfield.errors import ExecutionError, error_text

@@ -26,16 +26,16 @@ def columns(raw: torch.Tensor, tokens: torch.Tensor, most: int) -> list[torch.Te
     """`[rows]` each: the token's log-probability, the ids of the `most` likeliest, and theirs.
 
     `raw` is what `log_probabilities` gave, `tokens` is int64 `[rows]`. Of equal ones the first ids
-    come first: which of them `topk` takes depends on how many the others in a batch want.
+    come first: which of them `topk` takes depends on how many the others in a batch want. (On MPS,
+    which has no float64, it is as `topk` has it.)
     """
-    top = raw.topk(most, -1)
-    if not most or raw.device.type == "mps":  # which has no float64
-        chosen = top.indices
-    elif raw.device.type == "cpu":
-        chosen = torch.from_numpy(np.stack(list(map(_firsts, raw.numpy(), top.indices.numpy()))))
-    else:
+    ranked = raw
+    if raw.device.type not in ("cpu", "mps"):
         ids = torch.arange(raw.shape[-1], dtype=torch.float64, device=raw.device)
-        chosen = (raw * (1 + ids * _LESS)).topk(most, -1).indices  # below 0 all of them
+        ranked = raw * (1 + ids * _LESS)  # below 0 all of them
+    chosen = ranked.topk(most, -1).indices
+    if most and raw.device.type == "cpu":
+        chosen = torch.from_numpy(np.stack(list(map(_firsts, raw.numpy(), chosen.numpy()))))
     return [raw.gather(1, tokens[:, None])[:, 0], *chosen.T, *raw.gather(1, chosen).T]
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Container
-from collections.abc import Sequence as Seq
+from collections.abc import Container, Sequence
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jackfield.bridge.native_calls import run, run_together
 from jackfield.contracts import Native, NativeCall
 from jackfield.testing.checks import WrongError
 
-_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
-_TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
 #: Of the largest number, that two ways to compute one thing may differ by: in the dtype of the
 #: output, and in that of the sums, which two ways add up in another order.
 _ROUNDINGS, _IN_SUMS = 8, 64
@@ -38,7 +35,7 @@ def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **give
     if call.together:
         others = [torch.full_like(out, float("nan")) for _ in range(3)]
         calls = [native(other, *arguments, **given) for other in others]
-        if not _run_together(call.together, [one for one in calls if one is not None]):
+        if not run_together([one for one in calls if one is not None]):
             raise WrongError(f"calls of {what} say that they cannot be done together")
         for other in others:
             _compare(f"{what}, run together with others,", other, due)
@@ -46,7 +43,7 @@ def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **give
 
 
 def agree_together(
-    what: str, native: Native, calls: Seq[tuple[tuple[Any, ...], dict[str, Any]]], run: Any
+    what: str, native: Native, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], run: Any
 ) -> int:
     """Hold calls of several layers with one input, run together, to the operator `run`; how many.
 
@@ -62,7 +59,7 @@ def agree_together(
             made.append((call, out, due))
     if not made:
         return 0
-    if not _run_together(made[0][0].together, [call for call, *_ in made]):
+    if not run_together([call for call, *_ in made]):
         raise WrongError(
             f"calls of {what} for several layers say that they cannot be done together"
         )
@@ -117,18 +114,6 @@ class Heard(TorchDispatchMode):
         elif func.namespace not in ("aten", "prim", "prims"):
             self.others.add(str(func))
         return found
-
-
-def run(call: NativeCall) -> bool:
-    """Call it once, with its arguments at a place of their own."""
-    held = ctypes.create_string_buffer(call.arguments, len(call.arguments))
-    return bool(_FUNCTION(call.function)(ctypes.addressof(held)))
-
-
-def _run_together(function: int, calls: list[NativeCall]) -> bool:
-    held = [ctypes.create_string_buffer(call.arguments, len(call.arguments)) for call in calls]
-    where = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
-    return bool(_TOGETHER(function)(ctypes.addressof(where), len(held)))
 
 
 def _compare(what: str, found: torch.Tensor, due: torch.Tensor) -> None:

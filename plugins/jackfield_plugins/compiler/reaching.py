@@ -37,7 +37,7 @@ def is_torch(home: str) -> bool:
     return home == "builtins" or _top(home) == "torch"
 
 
-def is_library(home: str) -> bool:
+def _is_library(home: str) -> bool:
     """Whether a module is of a library that code is not followed into."""
     top = _top(home)
     return top in _LIBRARIES or (top in sys.stdlib_module_names and top != "__main__")
@@ -47,12 +47,12 @@ def _top(home: str) -> str:
     return home.partition(".")[0]
 
 
-def is_code(found: Any) -> bool:
+def _is_code(found: Any) -> bool:
     return isinstance(found, (types.FunctionType, types.MethodType, *_WRAPPERS))
 
 
 def _is_called(found: Any) -> bool:
-    return is_code(found) or (callable(found) and not isinstance(found, type))
+    return _is_code(found) or (callable(found) and not isinstance(found, type))
 
 
 class Reached:
@@ -70,7 +70,7 @@ class Reached:
         #: where there is code of nobody whose version is known
         self.modules: set[str] = set()
         self._homes = {cls.__module__ for cls in own}
-        self._tops = {_top(home) for home in self._homes if not is_library(home)}
+        self._tops = {_top(home) for home in self._homes if not _is_library(home)}
         self._names: set[str] = set()  # that code looks up
         self._seen: set[int] = set()
         self._next: list[tuple[str, Any]] = []
@@ -101,7 +101,7 @@ class Reached:
 
     def _body(self, cls: type) -> None:
         """What a class has, by itself."""
-        if not is_library(cls.__module__):
+        if not _is_library(cls.__module__):
             self.modules.add(cls.__module__)
         self._follow_all(_name(cls), vars(cls))
 
@@ -109,7 +109,7 @@ class Reached:
         """Whether code is followed into a module: not into what others have installed."""
         if home in self._homes or _top(home) in self._tops:
             return True
-        if is_library(home):
+        if _is_library(home):
             return False
         self.modules.add(home)
         file = getattr(sys.modules.get(home), "__file__", None)
@@ -121,7 +121,7 @@ class Reached:
         self._seen.add(id(found))
         if isinstance(found, types.FunctionType):
             self._function(label, found)
-        elif is_code(found):
+        elif _is_code(found):
             self._next += [(label, one) for one in _within(found)]
         elif isinstance(found, type):
             for base in found.__mro__:
@@ -143,7 +143,7 @@ class Reached:
         self._next += [(label, one) for one in _within(function)]
         if not self._is_open(home):
             return
-        if not is_library(home):
+        if not _is_library(home):
             self.modules.add(home)
         names = sorted(_names(function.__code__))
         self._names.update(names)

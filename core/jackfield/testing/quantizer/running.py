@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jackfield.api import plan
+from jackfield.bridge.native_calls import operator_of
 from jackfield.errors import PlanError, first_line, shown
 from jackfield.in_transformers.quantization import quantization
 from jackfield.testing.checks import Check, NotTriedError, WrongError
@@ -133,12 +134,6 @@ def _native(loads: Loads, name: str, dtype: str) -> str:
     if not held:
         raise NotTriedError("its layers call none of the operators that it offers natively")
     return f"{held} calls"
-
-
-def operator_of(name: str) -> Any:
-    """torch's operator of this name, "library.operator.overload"."""
-    space, operator, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, space), operator), overload)
 
 
 def _same_shape(

@@ -94,10 +94,7 @@ class Fingerprints:
     def of_places(self, places: Iterable[Place]) -> Iterator[str]:
         """What lies where code finds it by name."""
         for place in sorted(places, key=lambda place: place.label):
-            try:
-                yield f"{place.label} {self.of(place.found)}"
-            except TypeError:  # of somebody's library
-                yield f"{place.label} {_name(place.found)}"
+            yield f"{place.label} {self.of(place.found)}"
 
 
 def _parts(value: Any) -> list[Any] | None:
