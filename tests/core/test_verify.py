@@ -176,6 +176,7 @@ def test_a_compiler_that_gives_the_first_logits_is_named(plug: Plugs) -> None:
 
 
 def test_a_kernel_that_is_right_on_few_rows_is_named(plug: Plugs) -> None:
+    """Right on as many as its proof at load tries, wrong on the prompts, which are more."""
     told = said(build("llama", torch.float32), kernels=plug(right_on_few_rows()))
     assert "kernel 'wrong' of stranger 1.2: verify: queries of layer" in told
 
@@ -191,7 +192,7 @@ def right_on_few_rows() -> Kernel:
         def bind(self, context: Any) -> FusedLayer:
             def make(module: Any) -> Any:
                 own = type(module).forward
-                return lambda x: own(module, x) * (1.5 if x[..., 0].numel() > 6 else 1)
+                return lambda x: own(module, x) * (1.5 if x[..., 0].numel() > 33 else 1)
 
             return FusedLayer(make)
 
