@@ -30,6 +30,7 @@ from jackfield.bridge.opaque import (
 )
 from jackfield.bridge.recorded import RecordedSteps
 from jackfield.bridge.step_trial import StepTrial
+from jackfield.contracts import NativeOffers
 from jackfield.errors import PlanError, quoted
 from jackfield.guarded import fault, guarded
 
@@ -49,11 +50,13 @@ class CompiledForward:
     """`forward_of` for a model whose attention is opaque. `steps` counts those that were compiled.
 
     `attend` is the attention as it is called in steps that are not compiled, `native` the calls in
-    its place, if there are any; set when it is bound, and `layers`, kernels that are in their place
-    in steps that are not compiled. `operators` are those of the plan's backends.
+    its place, if there are any, and `attended` counts those that ran; set when it is bound, and
+    `layers`, kernels that are in their place in steps that are not compiled. `operators` are those
+    of the plan's backends.
     """
 
     attend: Attend
+    attended: Callable[[Seq[int]], None]
     native: NativeAttention | None = None
     layers: Seq[Layers] = ()
 
@@ -80,9 +83,7 @@ class CompiledForward:
         self._sources = sources  # layers that read what another one keeps
         self._uncompiled = forward_of(model)
         self._step = step = _step_of(model, "logits_to_keep" in parameters)
-        compilation.native_operators = operators
-        compilation.native_attention = native_attention
-        compilation.native_again = native_again
+        compilation.offers = NativeOffers(operators, native_attention, native_again, self._count)
         with guarded(registered, "compile"), tracing():
             self._compiled = compilation.compile(step)
         if self._compiled is step or not callable(self._compiled):
@@ -91,6 +92,9 @@ class CompiledForward:
         self._compared = False
         self.steps = 0
         self.recorded: RecordedSteps | None = None
+
+    def _count(self, layers: Seq[int]) -> None:
+        self.attended(layers)  # is bound later than this step is made
 
     def record(
         self,

@@ -230,12 +230,12 @@ def native_attention(
     layer: int,
     *rest: Any,
 ) -> Seq[NativeCall] | None:
-    """See `Compilation.native_attention`."""
+    """See `NativeOffers.attention`."""
     return _this_step().native_calls(output, query, key, value, layer, _travelled(rest))
 
 
 def native_again(outputs: Mapping[int, torch.Tensor]) -> bool:
-    """See `Compilation.native_again`."""
+    """See `NativeOffers.again`."""
     step = _this_step()
     return step.native is not None and step.native.again(step.width, outputs)
 

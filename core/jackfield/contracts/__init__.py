@@ -39,7 +39,7 @@ from jackfield.contracts.kernels import (
 )
 from jackfield.contracts.kv_cache import KVCache, PackedKVCache, PaddedCache
 from jackfield.contracts.model_inputs import CacheUsage, FixedStep, ModelInputs
-from jackfield.contracts.native import Native, NativeCall, NativeOperators
+from jackfield.contracts.native import Native, NativeCall, NativeOffers, NativeOperators
 from jackfield.contracts.packed import Blocks, PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,
@@ -102,6 +102,7 @@ __all__ = [
     "ModelInputs",
     "Native",
     "NativeCall",
+    "NativeOffers",
     "NativeOperators",
     "NoOptions",
     "PackedKVCache",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
-from jackfield.contracts.native import NativeCall, NativeOperators
+from jackfield.contracts.native import NativeOffers
 from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements, one_process
 from jackfield.errors import PlanError
 
@@ -28,18 +27,6 @@ _NOT_COMPILED = {
     "cross_attention": "cannot take out the attention to what an encoder said",
     "position_bias": "would compile anew for every bias that the model makes for its length",
 }
-
-
-def _not_native(*_: Any) -> None:
-    return None
-
-
-def _never(_: Mapping[int, Any]) -> bool:
-    return False
-
-
-def _nobody_counts(_: Seq[int]) -> None:
-    return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +73,7 @@ class Compilation(ABC):
         num_bytes: What recordings take on the device.
         anew: A request came, and the model may have been changed before it. Set by the engine; a
             backend that keeps what it compiled compares the whole model then, and unsets it.
-        native_operators: Operators in the step that backends of the plan offer as functions in C;
-            set before `compile`.
-        native_attention: `native_attention(output, *arguments)`, with the arguments of the operator
-            `jackfield::attend`, returns the calls that do in this step what the operator does,
-            into `output`: what stores, but where the layer reads what another one keeps, and what
-            attends. None: call the operator. Asked again for each layer in each step, before
-            any of it runs. After running the calls, call `native_attended(layers)`: otherwise they
-            are not counted. Set before the first step.
-        native_again: `native_again(outputs)` says whether the calls that were given last for these
-            `outputs`, by layer, do in this step what they are for; they need not be asked for then.
-        native_attended: As above.
+        offers: What the plan's other backends offer as functions in C; set before `compile`.
     """
 
     source: str | None = None
@@ -104,10 +81,7 @@ class Compilation(ABC):
     seconds: float = 0.0
     kept: int = 0
     anew: bool = True
-    native_operators: NativeOperators = MappingProxyType({})
-    native_attention: Callable[..., Seq[NativeCall] | None] = staticmethod(_not_native)
-    native_again: Callable[[Mapping[int, Any]], bool] = staticmethod(_never)
-    native_attended: Callable[[Seq[int]], None] = staticmethod(_nobody_counts)
+    offers: NativeOffers = NativeOffers()
 
     @property
     def num_bytes(self) -> int:

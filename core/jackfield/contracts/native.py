@@ -7,7 +7,8 @@ later steps run it again and again on the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -51,3 +52,38 @@ Native = Callable[..., "NativeCall | None"]
 
 #: Operators by their names, e.g. "jackfield.groupwise_linear.default".
 NativeOperators = Mapping[str, Native]
+
+
+def _not_native(*_: Any) -> None:
+    return None
+
+
+def _never(_: Mapping[int, Any]) -> bool:
+    return False
+
+
+def _nobody_counts(_: Sequence[int]) -> None:
+    return
+
+
+@dataclass(frozen=True)
+class NativeOffers:
+    """What the backends of a plan offer as functions in C to the compiler of its steps.
+
+    Attributes:
+        operators: Operators in the step.
+        attention: `attention(output, *arguments)`, with the arguments of the operator
+            `jackfield::attend`, returns the calls that do in this step what the operator does,
+            into `output`: what stores, but where the layer reads what another one keeps, and what
+            attends. None: call the operator. Asked again for each layer in each step, before
+            any of it runs.
+        again: `again(outputs)` says whether the calls that were given last for these `outputs`, by
+            layer, do in this step what they are for; they need not be asked for then.
+        attended: `attended(layers)`, called after the calls have run: otherwise they are not
+            counted.
+    """
+
+    operators: NativeOperators = field(default_factory=dict)
+    attention: Callable[..., Sequence[NativeCall] | None] = _not_native
+    again: Callable[[Mapping[int, Any]], bool] = _never
+    attended: Callable[[Sequence[int]], None] = _nobody_counts

@@ -222,7 +222,7 @@ class BoundModel:
             if self.compiled is not None:
                 self.compiled.attend = self._replaceable(self.attention)
                 self.compiled.native = self.attention.native
-                self.compiled.compilation.native_attended = self.attention.attended
+                self.compiled.attended = self.attention.attended
             undo = [self.attention.install(model)]
         except BaseException:
             self.attention.remove()

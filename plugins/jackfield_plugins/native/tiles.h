@@ -45,13 +45,6 @@ inline void in_tiles(int64_t from, int64_t count, int64_t all, What what) {
     }
 }
 
-// Rooms of long prompts are given back: they are larger than all that steps need.
-constexpr size_t KEPT = 1 << 24;  // bytes
-template <class Room>
-inline void keep_little(Room& room) {
-    if (room.size() * sizeof(room[0]) > KEPT) Room().swap(room);
-}
-
 inline float wide(bfloat16 x) { return as<float>(uint32_t(x.bits) << 16); }
 inline float wide(float x) { return x; }
 

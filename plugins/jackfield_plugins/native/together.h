@@ -21,3 +21,10 @@ inline void together(const Call* const* calls, int64_t count) {
         }
     });
 }
+
+// Rooms of long prompts are given back: they are larger than all that steps need.
+constexpr size_t KEPT = 1 << 24;  // bytes
+template <class Room>
+inline void keep_little(Room& room) {
+    if (room.size() * sizeof(room[0]) > KEPT) Room().swap(room);
+}

@@ -7,14 +7,12 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jackfield.contracts import NativeCall
+from jackfield.contracts import NativeCall, NativeOffers
 from jackfield.errors import ExecutionError
 from jackfield_plugins.compiler.native.operators import cleared
 
 if TYPE_CHECKING:
     import torch
-
-    from jackfield.contracts import Compilation
 
 _INSTRUCTION = struct.Struct("@2q")  # `struct Instruction` in kernel.cpp
 _ROOM = 1024  # bytes of arguments that a call of a step may bring
@@ -138,13 +136,11 @@ class Sequential:
 class Whole(Sequential):
     """The same with attentions as native calls, which are asked for where those of before are over.
 
-    `offered` has `native_attention` and `native_again`, and `native_attended`, which is told the
-    layers after each run.
+    Of `offered`, `attended` is told the layers after each run.
     """
 
-    def __init__(self, calls: Sequence[Call], run: Run, offered: Compilation) -> None:
-        self._ask, self._again = offered.native_attention, offered.native_again
-        self._attended = offered.native_attended
+    def __init__(self, calls: Sequence[Call], run: Run, offered: NativeOffers) -> None:
+        self._ask, self._again, self._attended = offered.attention, offered.again, offered.attended
         self._attends: list[tuple[Attend, Stretch, tuple[tuple[int, int], ...]]] = []
         super().__init__(calls, run)
         self._layers = [call.layer for call, *_ in self._attends]

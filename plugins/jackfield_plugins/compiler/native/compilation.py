@@ -111,11 +111,11 @@ class NativeCompilation(Compilation):
     def _made(self, step: Callable[..., Any], size: Size) -> Program:
         began = time.perf_counter()
         try:
-            program = Program(self._graph(step, size), self._weight, self)
+            program = Program(self._graph(step, size), self._weight, self.offers)
         except StaleError:  # numbers of another shape or dtype lie in the place of the old ones
             self._graphs.clear()
             self._kept = None
-            program = Program(self._graph(step, size), self._weight, self)
+            program = Program(self._graph(step, size), self._weight, self.offers)
         self._programs[size] = program
         self.seconds += time.perf_counter() - began
         return program

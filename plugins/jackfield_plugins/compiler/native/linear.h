@@ -278,6 +278,7 @@ void widened_together(const Linear* const* calls, int64_t count) {
     }
     for (auto& one : all) each.push_back(&one);
     together<Widened<T>>(each.data(), count);
+    keep_little(floats);
 }
 
 template <class T>

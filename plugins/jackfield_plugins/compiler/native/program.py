@@ -29,7 +29,7 @@ from jackfield_plugins.compiler.native.siblings import LINEARS, joined, side_by_
 from jackfield_plugins.compiler.native.views import CREATED, is_view
 
 if TYPE_CHECKING:
-    from jackfield.contracts import Compilation, NativeCall
+    from jackfield.contracts import NativeCall, NativeOffers
 
 #: The operator behind which the compiled part of a step ends; see `Compilation.compile`.
 ATTEND = "jackfield.attend.default"
@@ -51,11 +51,11 @@ class Program:
     """
 
     def __init__(
-        self, graph: Graph, read: Callable[[str], torch.Tensor], offered: Compilation
+        self, graph: Graph, read: Callable[[str], torch.Tensor], offered: NativeOffers
     ) -> None:
         self.python: Counter[str] = Counter()
         self.steps = self.attended_in_python = 0  # that decode, so far
-        self._native = offered.native_operators
+        self._native = offered.operators
         graph, self._siblings = side_by_side(graph, LINEARS | self._native.keys())
         self._places = Places(graph)
         size = (graph.rows, graph.width)
