@@ -325,3 +325,33 @@ def test_the_demo_model_in_float32() -> None:
                    else [ends]}  # fmt: skip
             expected = flat(search(model, ids, **own) for ids in everyone)
             assert_same(texts(found), expected, close=1e-4)
+
+
+#: Structures stand on either side of what parts a step: groups that search, and all others.
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "beam": {"num_beams": 2},
+    "structure": {"regex": "[0-9]{3,20}"},
+    "beam with structure": {"num_beams": 2, "regex": "[0-9]{3,20}"},
+    "lookup": {"decoding": "prompt_lookup"},
+    "lookup with structure": {"decoding": "prompt_lookup", "regex": "[0-9]{3,20}"},
+}
+
+
+@pytest.mark.parametrize("chosen", list(itertools.combinations(KINDS, 3)), ids="+".join)
+def test_searches_and_structures_in_one_step(demo_of_all: Any, chosen: tuple[str, ...]) -> None:
+    engine, alone = demo_of_all
+    asked = [engine.submit("a b c a b c", max_new_tokens=12, **KINDS[kind]) for kind in chosen]
+    assert [one.result(60).token_ids for one in asked] == [alone[kind] for kind in chosen]
+
+
+@pytest.fixture(scope="module")
+def demo_of_all() -> Any:
+    """The demo model with all of these strategies, and what each kind says alone."""
+    named = {"sample": "sample", "beam": "beam", "prompt_lookup": "prompt_lookup"}
+    with jackfield.load("demo", decoding=named, dtype="float32") as engine:
+        alone = {
+            kind: engine.generate("a b c a b c", max_new_tokens=12, **own)[0].token_ids
+            for kind, own in KINDS.items()
+        }
+        yield engine, alone

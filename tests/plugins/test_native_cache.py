@@ -291,6 +291,16 @@ def test_a_full_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
         (('cp /bin/sh "$2"',), "does not load"),
         ((r"printf 'error \033[31m\000\377\r\007%s' $(seq 1 9999) >&2", "exit 1"), r"\x1b[31m"),
         (("printf '\\n\\n' >&2; exit 3",), "no message"),
+        (
+            (
+                "echo 'kernel.cpp: note' >&2",
+                "echo '/usr/bin/ld: final link failed: No space left on device' >&2",
+                "echo 'collect2: error: ld returned 1 exit status' >&2",
+                "exit 1",
+            ),
+            "final link failed: No space left on device",
+        ),
+        (("echo 'collect2: error: ld returned 1 exit status' >&2", "exit 1"), "collect2: error"),
     ],
 )
 def test_compilers_that_are_none(cache: Cache, lines: tuple[str, ...], told: str) -> None:
@@ -301,7 +311,7 @@ def test_compilers_that_are_none(cache: Cache, lines: tuple[str, ...], told: str
     assert not any((cache.home / "jackfield").iterdir())
 
 
-@pytest.mark.parametrize("named", ["'", '"g++', "\\"])
+@pytest.mark.parametrize("named", ["'", '"g++', "\\", 'g++ "-O1'])
 def test_a_compiler_that_is_half_a_quotation(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
@@ -322,3 +332,19 @@ def test_what_nobody_reads_goes_when_another_is_kept(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
         "read.json", "young.json", "old.so", "new.json",
     }  # fmt: skip
+
+
+def test_what_killed_processes_had_begun_goes_as_well(tmp_path: Path) -> None:
+    folder = keeping.own_folder(tmp_path / "own")
+    for name, hours in (
+        ("compiling-a", 25),
+        ("compiling-b", 1),
+        ("writing-a", 25),
+        ("writing-b", 1),
+    ):
+        begun = folder / name
+        begun.mkdir() if name.startswith("c") else begun.touch()
+        then = time.time() - hours * 3600
+        os.utime(begun, (then, then))
+    keeping.keep(folder / "new.so", b"x")
+    assert {path.name for path in folder.iterdir()} == {"compiling-b", "writing-b", "new.so"}

@@ -7,7 +7,7 @@ import pytest
 import quantizer
 import right_quantizer
 from mutation import mutants
-from wrong import Wrong, assert_caught, assert_right, judged, sampled
+from wrong import Wrong, assert_caught, assert_right, judged, sampled, uninstalled
 
 from jackfield.contracts import QuantizerCapabilities
 from jackfield.testing.checks import Verdict, verdict
@@ -90,3 +90,16 @@ def test_all_wrong_quantizers_are_caught_by_name(wrong: Wrong) -> None:
 def test_mutants_of_the_right_one_can_be_made() -> None:
     found = mutants(right_quantizer, 20)
     assert len({mutant.what for mutant in found}) == 20
+
+
+@pytest.mark.parametrize("offered", [None, [], 7])
+def test_native_operators_that_are_no_dict_are_told(offered: object) -> None:
+    class Offers(right_quantizer.Nibbles):
+        def native_operators(self) -> object:  # type: ignore[override]
+            return offered
+
+    with uninstalled(Offers()) as subject:
+        (one, _) = [check for check in checks_of(subject) if check.name.endswith(".native")]
+        found = verdict(one)
+    assert found.outcome == "failed"
+    assert f"native_operators must return a dict, got {offered}" in found.message

@@ -23,6 +23,8 @@ class NotPrivateError(OSError):
 
 def cache_folder() -> Path | None:
     """jackfield's folder among the user's caches; None: there is no home. It may not exist yet."""
+    if not os.environ.get(CACHE) and os.environ.get("HOME") == "":
+        return None
     try:
         return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "jackfield"
     except RuntimeError:

@@ -271,7 +271,9 @@ def _structured(step: RunningStep) -> list[Wanted]:
 def _parted(
     allowed: torch.Tensor | None, scheduled: Seq[ScheduledRunning]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The rows of `allowed` (those of sequences with a constraint) of groups, and of all others."""
+    """The rows of `allowed` (those of sequences with a constraint) of groups, and of all others;
+    None where there are none.
+    """
     if allowed is None:
         return None, None
     of_group = torch.tensor(
@@ -282,7 +284,8 @@ def _parted(
             for _ in range(1 + len(item.drafts))
         ]
     )
-    return allowed[of_group], allowed[~of_group]
+    own, others = allowed[of_group], allowed[~of_group]
+    return own if len(own) else None, others if len(others) else None
 
 
 def _decodes(sequence: RunningSequence) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import logging
@@ -34,9 +33,10 @@ class CompilingError(Exception):
 
 def compiler() -> list[str] | None:
     """The command that `CXX` names, or the first known compiler; None where there is none."""
-    named = os.environ.get("CXX", "").split()
-    with contextlib.suppress(ValueError):  # a quotation without an end is no command
+    try:
         named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation without an end is no command
+        return None
     for command in [named] if named else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
             return command
@@ -152,4 +152,6 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def _first_error(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line]
+    if errors[:1] and errors[0].startswith("collect2:"):  # it only says that the linker failed
+        errors = lines[: lines.index(errors[0])][-1:] or errors
     return shown((errors or lines or ["no message"])[0])

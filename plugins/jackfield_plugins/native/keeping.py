@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from jackfield.errors import shown
 
 DIGEST = hashlib.sha256().digest_size
 UNREAD = 90 * 24 * 3600.0  # seconds
+UNFINISHED = 24 * 3600.0  # after which whoever began to write is no more
 
 
 class KeepingError(Exception):
@@ -126,11 +128,22 @@ def keep(path: Path, content: bytes) -> None:
 
 
 def _forget_beside(path: Path) -> None:
-    """Remove what nobody has read for long: of other versions and models, which nobody will."""
+    """Remove what nobody has read for long, of other versions and models, which nobody will, and
+    what processes had begun that were killed.
+    """
     for other in path.parent.glob(f"*{path.suffix}"):
         with contextlib.suppress(OSError):
-            if time.time() - other.lstat().st_mtime > UNREAD:
+            if _age(other) > UNREAD:
                 other.unlink()
+    for begun in (*path.parent.glob("compiling-*"), *path.parent.glob("writing-*")):
+        with contextlib.suppress(OSError):
+            if _age(begun) > UNFINISHED:
+                shutil.rmtree(begun) if begun.is_dir() else begun.unlink()
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was written or read."""
+    return time.time() - path.lstat().st_mtime
 
 
 def _digest(name: str, content: bytes) -> bytes:

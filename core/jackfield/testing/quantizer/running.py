@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jackfield.api import plan
 from jackfield.bridge.native_calls import operator_of
-from jackfield.errors import PlanError, first_line, shown
+from jackfield.errors import PlanError, first_line, quoted, shown
 from jackfield.in_transformers.quantization import quantization
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.engines import watched
@@ -32,7 +33,7 @@ def checks(loads: Loads) -> Iterator[Check]:
     """All of them."""
     for dtype in loads.dtypes():
         yield Check(f"engine.{dtype}.logits", f"dtypes: {dtype}", of_main(loads, _logits, dtype))
-    if loads.subject.backend.native_operators():
+    if loads.subject.backend.native_operators() != {}:
         for dtype in loads.dtypes():
             check = of_main(loads, _native, dtype)
             yield Check(f"layers.{dtype}.native", "native_operators", check)
@@ -108,9 +109,11 @@ def _logits(loads: Loads, name: str, dtype: str) -> str:
 def _native(loads: Loads, name: str, dtype: str) -> str:
     """The operators that it offers as functions in C write what they return."""
     offered = loads.subject.backend.native_operators()
+    if not isinstance(offered, Mapping):
+        raise WrongError(f"native_operators must return a dict, got {quoted(offered)}")
     held, others = 0, set[str]()
     siblings: dict[tuple[str, torch.Size], list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
-    for layer in loads.layers(name, dtype):
+    for where, layer in _of_all_sizes(loads, name, dtype):
         for rows, texts in ((1, 1), (3, 3), (33, 33), (7, 1), (97, 1)):  # texts, prompts
             with Heard(offered) as heard, torch.inference_mode():
                 given = layer.inputs(rows)
@@ -122,7 +125,7 @@ def _native(loads: Loads, name: str, dtype: str) -> str:
                     _same_shape(operator, due, args, kwargs)
                     siblings.setdefault((operator, args[0].shape), []).append((args, kwargs))
                 except WrongError as error:
-                    raise WrongError(f"{layer.path}, {rows} rows: {error}") from None
+                    raise WrongError(f"{where}, {rows} rows: {error}") from None
     with torch.inference_mode():
         for (operator, _), calls in siblings.items():
             held += agree_together(operator, offered[operator], calls, operator_of(operator))
@@ -134,6 +137,16 @@ def _native(loads: Loads, name: str, dtype: str) -> str:
     if not held:
         raise NotTriedError("its layers call none of the operators that it offers natively")
     return f"{held} calls"
+
+
+def _of_all_sizes(loads: Loads, name: str, dtype: str) -> Iterator[tuple[str, Layer]]:
+    """Layers of the main model, and of one whose sizes are no multiples of anything."""
+    for layer in loads.layers(name, dtype):
+        yield layer.path, layer
+    with contextlib.suppress(PlanError):
+        if loads.stores("odd sizes", dtype):
+            for layer in loads.layers("odd sizes", dtype):
+                yield f"{layer.path} of the model 'odd sizes'", layer
 
 
 def _same_shape(
