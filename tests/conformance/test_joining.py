@@ -145,6 +145,7 @@ def as_read(prompt: Any) -> Any:
 DIFFERS = "a row that joins others says something else"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*TEXTS, *KINDS])
 def test_the_plan_says_who_waits(name: str) -> None:
     plan = jackfield.plan(built(name))
@@ -253,6 +254,7 @@ class Checked:
             self.cancelled += len(loop.cancel(self.chance.choice(candidates)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["t5gemma", "m2m_100"])
 def test_a_batch_that_never_ends_has_a_bound(name: str) -> None:
     """Hundreds come one after another, and some runs all the time: columns go with their rows."""

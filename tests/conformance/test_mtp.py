@@ -78,6 +78,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[Any, Any], dict[Any, 
     return theirs, ours
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("share", [None, FAINT])
 @pytest.mark.parametrize("family", HEADED)
 def test_texts_and_drafts_are_those_of_transformers(

@@ -39,6 +39,7 @@ def test_there_are_sources() -> None:
     assert FOLDERS
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("march", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name + folder.name)
 def test_every_kernel_is_valid_for_every_processor(folder: Path, march: str) -> None:

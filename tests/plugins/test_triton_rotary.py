@@ -110,6 +110,7 @@ def test_a_part_of_a_head(size: int, part: int) -> None:
             assert torch.allclose(new, due, atol=1e-6)
 
 
+@pytest.mark.long
 @interpreted
 def test_it_runs_in_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kit's heads lie as the kernel reads them."""
