@@ -33,6 +33,7 @@ def test_each_figure_has_where_when_and_how() -> None:
     assert rows[1][0] == "b"
     assert rows[1][2].startswith("1.30 (")
     assert rows[1][3:] == ["slower", "34 ms", "6.86 ms", "50.0 MB", "18%", "36%"]
+    assert found.count("are shares of 40.0 GB/s and 200 GFLOP/s (cpu float32), measured") == 2
 
 
 def test_a_row_that_is_no_result_has_its_reason_and_no_figure() -> None:

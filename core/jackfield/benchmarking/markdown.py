@@ -44,6 +44,7 @@ def _section(name: str, run: Benchmark) -> str:
         *_reasons(run),
         "",
         f"{rounds} rounds on {at}.",
+        *_roofs(run),
         "",
         "```",
         f"$ {around.get('command')}",
@@ -74,6 +75,12 @@ def _ratio(change: Change | None) -> str:
         return ""
     known = change.low > 0
     return f"{change.ratio:.2f}" + (f" ({change.low:.2f}, {change.high:.2f})" if known else "")
+
+
+def _roofs(run: Benchmark) -> Iterator[str]:
+    roofs = sorted({row.roof for row in run.rows if row.roof is not None})
+    if roofs:
+        yield f"Bandwidth and compute are shares of {'; '.join(roofs)}, measured after the rounds."
 
 
 def _reasons(run: Benchmark) -> Iterator[str]:

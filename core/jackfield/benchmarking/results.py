@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from jackfield.benchmarking.roofline import shares
+from jackfield.benchmarking.roofline import shares, told
 from jackfield.benchmarking.verdicts import CONFIDENCE, MARGIN, Change, paired
 
 
@@ -91,6 +91,11 @@ class Row:
         """The median over the rounds of a figure that is not told by every program."""
         found = [v for one in self.rounds if (v := getattr(one, name)) is not None]
         return median(found) if found else None
+
+    @property
+    def roof(self) -> str | None:
+        """What `shares` are of, in words."""
+        return None if self.limits is None else told(self.limits)
 
     @property
     def shares(self) -> tuple[float, float] | None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield.benchmarking.workload import Request
+from jackfield.units import in_units
 
 if TYPE_CHECKING:
     from jackfield.bridge.prompt_flops import PromptFlops
@@ -44,6 +45,12 @@ def shares(limits: Mapping[str, float], seconds: float) -> tuple[float, float]:
     """The shares of the device's bandwidth and of its operations that a round of `seconds` took."""
     memory = limits["bytes_read"] / limits["bandwidth"] / seconds
     return memory, limits["flops"] / limits["flop_rate"] / seconds
+
+
+def told(limits: Mapping[str, Any]) -> str:
+    """What shares are of: "32.6 GB/s and 411 GFLOP/s (cpu bfloat16)"."""
+    bandwidth, flops = in_units(int(limits["bandwidth"])), limits["flop_rate"] / 1e9
+    return f"{bandwidth}/s and {flops:,.0f} GFLOP/s ({limits['where']})"
 
 
 def limits(

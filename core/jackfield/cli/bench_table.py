@@ -26,7 +26,9 @@ def print_table(found: Benchmark) -> None:
         f"{work['new_tokens']} new ones a round, {work['batch']} at a time"
     )
     out.print(_speeds(found))
-    out.print("\nmedians over rounds; shares are of what the device can read and multiply")
+    roofs = sorted({row.roof for row in found.rows if row.roof is not None})
+    roof = "; ".join(roofs) or "what the device can read and multiply"
+    out.print(f"\nmedians over rounds; shares are of {roof}")
     out.print(_times(found))
     for row in found.rows:
         for reason in row.reasons:
