@@ -130,4 +130,6 @@ def _ratio(other: list[float], mine: list[float]) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
     main(sys.argv[1], sys.argv[2], [int(count) for count in sys.argv[3:]])
