@@ -7,6 +7,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,13 +132,28 @@ def test_a_slower_machine_is_no_slower_program_beside_another_one() -> None:
 
 def test_rows_without_a_partner_say_so() -> None:
     bad = row("b", FAST, reasons=("wrong tokens",))
-    before, after = run(row("a", FAST), row("b", FAST)), run(bad, row("c", FAST))
+    other = replace(row("c", FAST), arguments={"model": "another"})
+    before, after = run(row("a", FAST), row("b", FAST)), run(bad, other)
     found = {one.label: one for one in saved.compare(before, after).rows}
     assert (found["b"].failed, found["b"].why) == (True, "it is invalid: wrong tokens")
     assert (found["c"].failed, found["c"].why) == (False, "it is not in the saved run")
     assert (found["a"].failed, found["a"].why) == (False, "it is not in this run")
-    other = saved.compare(run(bad), run(row("b", FAST))).rows[0]
-    assert (other.failed, other.why) == (False, "it was invalid in the saved run")
+    now = saved.compare(run(bad), run(row("b", FAST))).rows[0]
+    assert (now.failed, now.why) == (False, "it was invalid in the saved run")
+
+
+def test_a_row_with_another_label_is_known_by_its_selection() -> None:
+    """A label is made of what differs among the rows of a run."""
+    gguf, int8 = ({"model": "m", "quantization": name} for name in ("gguf", "gguf?int8"))
+    before = run(replace(row("gguf", FAST), arguments=gguf),
+                 replace(row("int8", FAST), arguments=int8))  # fmt: skip
+    after = run(replace(row("gguf + native", SLOW), arguments=gguf))
+    found = {one.label: one for one in saved.compare(before, after).rows}
+    assert found["gguf + native"].failed
+    assert found["int8"].why == "it is not in this run"
+    twice = run(*(replace(row(label, SLOW), arguments=gguf) for label in ("x", "y")))
+    with pytest.raises(UsageError, match="no row in common"):
+        saved.compare(run(replace(row("gguf", FAST), arguments=gguf)), twice)
 
 
 def test_what_differs_around_them_is_told() -> None:

@@ -177,7 +177,8 @@ def _told(work: Mapping[str, Any]) -> str:
 
 
 def compare(before: Benchmark, after: Benchmark) -> Comparison:
-    """The rows of `after` beside those of `before` that have their labels.
+    """The rows of `after` beside those of `before` that have their labels, or their selections: a
+    label says what is a row's own among those of its run.
 
     A machine is not as fast today as it was yesterday. So where both runs have the same other
     program as a row, every row is counted in its time, round by round. Raises UsageError for runs
@@ -185,20 +186,39 @@ def compare(before: Benchmark, after: Benchmark) -> Comparison:
     """
     check_workload(before, after.workload)
     yardstick = _yardstick(before, after)
-    old, new = ({row.label: row for row in run.rows} for run in (before, after))
-    if not old.keys() & new.keys():
+    partners = _partners(before, after)
+    if not partners:
+        was, now = (", ".join(row.label for row in run.rows) for run in (before, after))
         raise UsageError(
-            f"the runs have no row in common (before: {shown(', '.join(old))}; after: "
-            f"{shown(', '.join(new))}); measure the same selections in both"
+            f"the runs have no row in common (before: {shown(was)}; after: {shown(now)}); measure "
+            "the same selections in both"
         )
     rows = [
-        _compared(old.get(row.label), row, yardstick, before, after)
+        _compared(partners.get(row.label), row, yardstick, before, after)
         for row in after.rows
         if row.label != yardstick
     ]
-    gone = [label for label in old if label not in new]
+    found = {row.label for row in partners.values()}
+    gone = [row.label for row in before.rows if row.label not in found]
     rows += [Compared(label, None, "it is not in this run") for label in gone]
     return Comparison(tuple(rows), yardstick, tuple(_notes(before, after)))
+
+
+def _partners(before: Benchmark, after: Benchmark) -> dict[str, Row]:
+    """By label of a row of `after`, the row of `before` that is the same."""
+    old, new = ({row.label: row for row in run.rows} for run in (before, after))
+    found = {label: old[label] for label in new if label in old}
+
+    def like(row: Row, others: dict[str, Row]) -> list[Row]:
+        """Those that have no partner by their label, and its selection."""
+        own = row.program, row.arguments
+        alone = [one for label, one in others.items() if label not in found]
+        return [one for one in alone if (one.program, one.arguments) == own]
+
+    for label, row in new.items():
+        if label not in found and len(same := like(row, old)) == 1 == len(like(row, new)):
+            found = {**found, label: same[0]}
+    return found
 
 
 def _yardstick(before: Benchmark, after: Benchmark) -> str | None:
