@@ -139,6 +139,7 @@ class CompiledForward:
             self.recorded.close()
         with guarded(self._registered, "close"):
             self.compilation.close()
+        self.compilation.offers = NativeOffers()  # torch may keep it, and these lead to the model
         del self._compiled
 
     def __call__(self, inputs: ModelInputs) -> torch.Tensor:
