@@ -120,6 +120,16 @@ def test_the_snippets_on_the_first_page_run(monkeypatch: pytest.MonkeyPatch) -> 
         jackfield.uninstall()
 
 
+def test_what_pages_take_in_is_there() -> None:
+    """A formatter took such a line for Python, and the page showed it in place of the code."""
+    for page in (ROOT / "docs").glob("*.md"):
+        for line in re.findall(r"^.*-- *8 *<.*$", page.read_text(), re.MULTILINE):
+            named = re.fullmatch(r' *--8<-- "([^":]+)(?::(\w+))?"', line)
+            assert named, f"{page.name}: {line}"
+            text = (ROOT / named[1]).read_text()
+            assert named[2] is None or f"--8<-- [start:{named[2]}]" in text
+
+
 def test_the_page_of_options_is_of_this_code() -> None:
     made = runpy.run_path(str(ROOT / "tools/options_page.py"))["page"]()
     assert (ROOT / "docs/options.md").read_text() == made, "run tools/options_page.py"

@@ -44,7 +44,7 @@ def _section(name: str, run: Benchmark) -> str:
         *_reasons(run),
         "",
         f"{rounds} rounds on {at}.",
-        *_roofs(run),
+        *_roof(run),
         "",
         "```",
         f"$ {around.get('command')}",
@@ -77,10 +77,9 @@ def _ratio(change: Change | None) -> str:
     return f"{change.ratio:.2f}" + (f" ({change.low:.2f}, {change.high:.2f})" if known else "")
 
 
-def _roofs(run: Benchmark) -> Iterator[str]:
-    roofs = sorted({row.roof for row in run.rows if row.roof is not None})
-    if roofs:
-        yield f"Bandwidth and compute are shares of {'; '.join(roofs)}, measured after the rounds."
+def _roof(run: Benchmark) -> Iterator[str]:
+    if run.roof:
+        yield f"Bandwidth and compute are shares of {run.roof}, measured after the rounds."
 
 
 def _reasons(run: Benchmark) -> Iterator[str]:

@@ -93,11 +93,6 @@ class Row:
         return median(found) if found else None
 
     @property
-    def roof(self) -> str | None:
-        """What `shares` are of, in words."""
-        return None if self.limits is None else told(self.limits)
-
-    @property
     def shares(self) -> tuple[float, float] | None:
         """The shares of the device's bandwidth and operations that the median round took."""
         return None if self.limits is None else shares(self.limits, self.seconds)
@@ -149,6 +144,11 @@ class Benchmark:
             if row.label == label:
                 return row
         raise KeyError(label)
+
+    @property
+    def roof(self) -> str:
+        """What the rows' `shares` are of; nothing where no device was measured."""
+        return "; ".join(sorted({told(row.limits) for row in self.rows if row.limits is not None}))
 
     def change(self, row: Row) -> Change | None:
         """How many times as long a row takes as the base; None where one of them is no result."""

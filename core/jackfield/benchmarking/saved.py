@@ -206,19 +206,18 @@ def compare(before: Benchmark, after: Benchmark) -> Comparison:
 
 def _partners(before: Benchmark, after: Benchmark) -> dict[str, Row]:
     """By label of a row of `after`, the row of `before` that is the same."""
-    old, new = ({row.label: row for row in run.rows} for run in (before, after))
-    found = {label: old[label] for label in new if label in old}
-
-    def like(row: Row, others: dict[str, Row]) -> list[Row]:
-        """Those that have no partner by their label, and its selection."""
-        own = row.program, row.arguments
-        alone = [one for label, one in others.items() if label not in found]
-        return [one for one in alone if (one.program, one.arguments) == own]
-
-    for label, row in new.items():
-        if label not in found and len(same := like(row, old)) == 1 == len(like(row, new)):
-            found = {**found, label: same[0]}
+    both = {row.label for row in before.rows} & {row.label for row in after.rows}
+    found = {row.label: row for row in before.rows if row.label in both}
+    was, now = ([row for row in run.rows if row.label not in both] for run in (before, after))
+    for row in now:
+        old, new = ([one for one in some if _is_like(one, row)] for some in (was, now))
+        if len(old) == len(new) == 1:
+            found[row.label] = old[0]
     return found
+
+
+def _is_like(one: Row, other: Row) -> bool:
+    return (one.program, one.arguments) == (other.program, other.arguments)
 
 
 def _yardstick(before: Benchmark, after: Benchmark) -> str | None:

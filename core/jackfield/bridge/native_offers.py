@@ -37,7 +37,7 @@ def held_offers(quantizer: Registered, model: nn.Module) -> NativeOperators:
 
 
 class _Owned:
-    """Which memory is a model's own. _Asked in bursts, while a step is laid out; between them
+    """Which memory is a model's own. Asked in bursts, while a step is laid out; between them
     weights may move, so all is looked at again after a rest.
     """
 

@@ -26,8 +26,7 @@ def print_table(found: Benchmark) -> None:
         f"{work['new_tokens']} new ones a round, {work['batch']} at a time"
     )
     out.print(_speeds(found))
-    roofs = sorted({row.roof for row in found.rows if row.roof is not None})
-    roof = "; ".join(roofs) or "what the device can read and multiply"
+    roof = found.roof or "what the device can read and multiply"
     out.print(f"\nmedians over rounds; shares are of {roof}")
     out.print(_times(found))
     for row in found.rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -143,10 +142,13 @@ def _of_all_sizes(loads: Loads, name: str, dtype: str) -> Iterator[tuple[str, La
     """Layers of the main model, and of one whose sizes are no multiples of anything."""
     for layer in loads.layers(name, dtype):
         yield layer.path, layer
-    with contextlib.suppress(PlanError):
-        if loads.stores("odd sizes", dtype):
-            for layer in loads.layers("odd sizes", dtype):
-                yield f"{layer.path} of the model 'odd sizes'", layer
+    other = "odd sizes"
+    try:
+        stored = loads.stores(other, dtype)
+    except PlanError:  # as it may: `models.odd_sizes` shows it
+        return
+    for layer in loads.layers(other, dtype) if stored else ():
+        yield f"{layer.path} of the model {other!r}", layer
 
 
 def _same_shape(
