@@ -65,37 +65,28 @@ class RoundedLinear {
     const LinearCall& call;
     const Rounded<Number>* const input;
     const int64_t units, chunks, records;
-    const bool once;
 
    public:
     explicit RoundedLinear(const RoundedCall<LinearCall, Number>& own)
         : call(own), input(own.rounded), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
-          chunks((call.rows + CHUNK - 1) / CHUNK), records(call.in_features / F::inputs),
-          once(call.rows <= ONE_TILE) {}
+          chunks((call.rows + CHUNK - 1) / CHUNK), records(call.in_features / F::inputs) {}
 
     int64_t tasks() const { return units * chunks; }
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        const int64_t most = call.rows <= FEW ? ONE_TILE : TALL;
-        for (int64_t rows; count; from += rows, count -= rows) {
-            rows = std::min(count, most);
-            by_rows<TALL>(rows, at / chunks, from);
-        }
+        in_tiles(from, count, TALL, [&](int64_t rows, int64_t from, bool first) {
+            with_room(Sizes(), rows, [&](auto size) {
+                constexpr int blocks = blocks_of(size);
+                for (int block = 0; block < UNIT; block += blocks)
+                    multiply<size, blocks>(rows, at / chunks, block, from, first && block == 0);
+            });
+        });
     }
 
    private:
-    template <int most>
-    void by_rows(int64_t rows, int64_t unit, int64_t from) const {
-        if constexpr (most > 1) {
-            if (rows <= most / 2) return by_rows<most / 2>(rows, unit, from);
-        }
-        constexpr int blocks = blocks_of(most);
-        for (int block = 0; block < UNIT; block += blocks) multiply<most, blocks>(rows, unit, block, from);
-    }
-
     template <int rows, int blocks>
-    void multiply(int count, int64_t unit, int block, int64_t from) const {
+    void multiply(int count, int64_t unit, int block, int64_t from, bool first) const {
         constexpr int parts = blocks * PARTS;
         const uint8_t* record = call.weight + unit * records * F::record;
         const int64_t groups = records * F::groups;
@@ -109,8 +100,7 @@ class RoundedLinear {
         for (int64_t at = 0; at < groups; at++) {
             const int g = at % F::groups;
             const uint8_t* group = record + F::head + g * F::part;
-            if (block == 0)
-                for (int line = 0; line < F::part; line += 64) ask_for(group + line + AHEAD, once);
+            if (first && g == F::groups - 1) ask_for(group + F::part + AHEAD, F::head);
             const int64_t place = at * F::group / ROUNDED;
             const int half = F::group < ROUNDED ? at % 2 : 0;
             Sum<F::bits, Number> sums[rows * parts];
@@ -122,7 +112,7 @@ class RoundedLinear {
                 }
                 each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = Sum<F::bits, Number>(less); });
             });
-            add_group<rows, parts>(group + F::factors, block * PARTS, row, place, half, sums);
+            add_group<rows, parts>(group, block * PARTS, row, place, half, first, sums);
             each<parts>([&](auto part) ALWAYS_INLINE {
                 const int output = block * LANES + part * WIDE;
                 Vec<float> scale = scale_of<type>(record, group, output), minimum{};
@@ -150,18 +140,21 @@ class RoundedLinear {
         write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
     }
 
+    // As for other activations.
     template <int rows, int parts>
-    ALWAYS_INLINE void add_group(const uint8_t* low, int first, const Rounded<Number>* const* row, int64_t place,
-                                 int half, Sum<F::bits, Number>* sums) const {
+    ALWAYS_INLINE void add_group(const uint8_t* group, int from, const Rounded<Number>* const* row, int64_t place,
+                                 int half, bool ask, Sum<F::bits, Number>* sums) const {
         constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
         constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a vector and a turn, or a step
+        constexpr int piece = F::part / (F::group / 8);
         Words high[parts] = {};
         if constexpr (above > 0)
             each<parts>([&](auto part) ALWAYS_INLINE {
-                high[part] = read<Words>(low + F::low + (first + part) * WIDTH);
+                high[part] = read<Words>(group + F::factors + F::low + (from + part) * WIDTH);
             });
-        low += first * wide;
+        const uint8_t* low = group + F::factors + from * wide;
         for (int i = 0; i < F::group; i += 8) {
+            if (ask) ask_for(group + i / 8 * piece + AHEAD, piece);
             each<8 / OF_LANE<Number>>([&](auto turn) ALWAYS_INLINE {
                 each<parts>([&](auto part) ALWAYS_INLINE {
                     const Number* const none = nullptr;

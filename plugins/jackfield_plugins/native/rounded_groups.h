@@ -34,37 +34,29 @@ class RoundedLinear {
     const Call& call;
     const Rounded<Number>* const input;
     const int64_t units, chunks, places, of_group;  // groups of activations, in all and in one of weights
-    const bool once;
 
    public:
     explicit RoundedLinear(const RoundedCall<Call, Number>& own)
         : call(own), input(own.rounded), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
           chunks((call.rows + CHUNK - 1) / CHUNK), places(call.in_features / ROUNDED),
-          of_group(call.group_size / ROUNDED), once(call.rows <= ONE_TILE) {}
+          of_group(call.group_size / ROUNDED) {}
 
     int64_t tasks() const { return units * chunks; }
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        const int64_t most = call.rows <= FEW ? ONE_TILE : TALL;
-        for (int64_t rows; count; from += rows, count -= rows) {
-            rows = std::min(count, most);
-            by_rows<TALL>(rows, at / chunks, from);
-        }
+        in_tiles(from, count, TALL, [&](int64_t rows, int64_t from, bool first) {
+            with_room(Sizes(), rows, [&](auto size) {
+                constexpr int blocks = blocks_of(size);
+                for (int block = 0; block < UNIT; block += blocks)
+                    multiply<size, blocks>(rows, at / chunks, block, from, first && block == 0);
+            });
+        });
     }
 
    private:
-    template <int most>
-    void by_rows(int64_t rows, int64_t unit, int64_t from) const {
-        if constexpr (most > 1) {
-            if (rows <= most / 2) return by_rows<most / 2>(rows, unit, from);
-        }
-        constexpr int blocks = blocks_of(most);
-        for (int block = 0; block < UNIT; block += blocks) multiply<most, blocks>(rows, unit, block, from);
-    }
-
     template <int rows, int blocks>
-    void multiply(int count, int64_t unit, int block, int64_t from) const {
+    void multiply(int count, int64_t unit, int block, int64_t from, bool first) const {
         constexpr int parts = blocks * PARTS, size = ROUNDED / 8 * OF_EIGHT * UNIT * BYTES;  // of a place
         const uint8_t* weight = call.weight + unit * places * size;
         const bfloat16* scale = call.scale + (unit * (places / of_group) * UNIT + block) * LANES;
@@ -75,11 +67,7 @@ class RoundedLinear {
         Vec<float> total[rows * parts];
         each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t place = 0; place < places; place++, weight += size) {
-            if (block == 0) {
-                for (int line = 0; line < size; line += 64) ask_for(weight + line + AHEAD, once);
-                for (int line = 0; line < OUTPUTS * 2; line += 64)
-                    ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6 + line, once);
-            }
+            if (first) ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6, OUTPUTS * sizeof *scale);
             Sum<bits, Number> sums[rows * parts];
             each<rows>([&](auto i) ALWAYS_INLINE {
                 Integers less{};
@@ -87,7 +75,7 @@ class RoundedLinear {
                     less = (Integers{} + row[i][place].less) << bits_less<bits, Number>;
                 each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = Sum<bits, Number>(less); });
             });
-            add_place<rows, parts>(weight + block * BYTES, row, place, sums);
+            add_place<rows, parts>(weight + block * BYTES, row, place, first, sums);
             each<parts>([&](auto part) ALWAYS_INLINE {
                 const Vec<float> factor = load(scale + part * WIDE);
                 each<rows>([&](auto i) ALWAYS_INLINE {
@@ -105,10 +93,12 @@ class RoundedLinear {
         });
     }
 
+    // `ask`: for weights before their turn.
     template <int rows, int parts>
     static ALWAYS_INLINE void add_place(const uint8_t* weight, const Rounded<Number>* const* row, int64_t place,
-                                        Sum<bits, Number>* sums) {
+                                        bool ask, Sum<bits, Number>* sums) {
         for (int i = 0; i < ROUNDED; i += 8, weight += OF_EIGHT * UNIT * BYTES) {
+            if (ask) ask_for(weight + AHEAD, OF_EIGHT * UNIT * BYTES);
             each<8 / OF_LANE<Number>>([&](auto turn) ALWAYS_INLINE {
                 each<parts>([&](auto part) ALWAYS_INLINE {
                     const Number* const none = nullptr;

@@ -13,36 +13,40 @@ constexpr int OUTPUTS = UNIT * LANES;
 constexpr int WIDE = Vector<float>::lanes;  // outputs of a vector
 constexpr int PARTS = LANES / WIDE;         // vectors of a block
 constexpr int64_t CHUNK = 48;               // rows of a task: with a unit's weights they fit into a cache
-constexpr int FEW = 8;                      // rows, up to which memory is waited for
-constexpr int ONE_TILE = 4;                 // rows, up to which weights are read once
 constexpr int AHEAD = 6144;                 // bytes of weights that are asked for before they are needed
 
 // How many rows are worked on together, and how many blocks; their sums have to fit into the registers.
-// Few rows take all blocks of a unit, so that its weights are read in the order in which they lie.
+// Few rows take all blocks of a unit, so that its weights are read once, in the order in which they lie.
 #if defined(__AVX512BF16__)
 constexpr bool PAIRS = true;  // of numbers in bfloat16 are multiplied by one instruction
-template <class T> constexpr int MOST = std::is_same_v<T, bfloat16> ? 8 : 4;
+constexpr int MOST = 8;
 constexpr int blocks_for(int rows) { return rows <= 4 ? 4 : 2; }
 #else
 constexpr bool PAIRS = false;
-template <class T> constexpr int MOST = 4;
+constexpr int MOST = 4;
 constexpr int blocks_for(int) { return 1; }
 #endif
 
 constexpr int ACROSS = 2;                   // vectors of outputs of a tile of many rows, as floats
 constexpr int MANY = WIDTH == 64 ? 12 : 6;  // rows of it: their sums fit into the registers
 
-// Calls what(rows, from) for `count` rows in tiles as even as can be, since each has to unpack the
-// weights; `all` are the rows of the whole call.
-template <class T, class What>
-inline void in_tiles(int64_t from, int64_t count, int64_t all, What what) {
-    const int64_t most = all <= FEW ? ONE_TILE : MOST<T>;
-    for (int64_t tiles = (count + most - 1) / most; tiles; tiles--) {
+// Calls what(rows, from, first) for `count` rows in tiles of at most `most` that are as even as can be, since each
+// has to unpack the weights; `first`: nobody has read them.
+template <class What>
+inline void in_tiles(int64_t from, int64_t count, int64_t most, What what) {
+    bool first = true;
+    for (int64_t tiles = (count + most - 1) / most; tiles; tiles--, first = false) {
         int64_t rows = (count + tiles - 1) / tiles;
-        what(rows, from);
+        what(rows, from, first);
         from += rows;
         count -= rows;
     }
+}
+
+// Calls what(size), a constant, with the least of `sizes` that has room for so many rows.
+template <int... sizes, class What>
+inline void with_room(std::integer_sequence<int, sizes...>, int64_t rows, What what) {
+    (void)((rows <= sizes && (what(std::integral_constant<int, sizes>()), true)) || ...);
 }
 
 inline float wide(bfloat16 x) { return as<float>(uint32_t(x.bits) << 16); }

@@ -111,11 +111,10 @@ inline void store(Vec<float> v, float16* to) {
     store(half | sign, static_cast<void*>(to));
 }
 
-// Asks for memory before its turn. What is read `once` is kept out of the caches: weights would
-// push out all else that a step needs, which costs it a tenth of its time.
-inline ALWAYS_INLINE void ask_for(const void* from, bool once) {
-    if (once) __builtin_prefetch(from, 0, 0);
-    else __builtin_prefetch(from);
+// Asks for memory before its turn, up to the second cache. The first can wait for few lines, and where it waits for as
+// many from memory, those that lie in the second have to wait too (which took up to half of the speed).
+inline ALWAYS_INLINE void ask_for(const void* from, int64_t bytes = 1) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
 }
 
 // Has a compiler compute this first, as it is written. Sums of whole numbers it would reorder, with more numbers at

@@ -305,8 +305,7 @@ class Prompts {
     }
 
     static ALWAYS_INLINE void fetch(const T* const* rows, int64_t from, int64_t upto, int64_t size) {
-        for (int64_t k = from; k < upto; k++)
-            for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(rows[k] + i, 0, 2);
+        for (int64_t k = from; k < upto; k++) ask_for(rows[k], size * sizeof(T));
     }
 
     void locate(const T** to, const void* pool, int64_t of_page, int64_t of_head, int64_t of_slot,

@@ -153,15 +153,15 @@ class Product {
         } else if (tiles > 1) {  // each tile asks for a part of its weights
             const T* one = tile < side ? w[0] + next + tile * call.weight_row : w[0];
             const T* two = tile + tiles < side ? w[0] + next + (tile + tiles) * call.weight_row : one;
-            go([&]() ALWAYS_INLINE { __builtin_prefetch(one + at), __builtin_prefetch(two + at); });
+            go([&]() ALWAYS_INLINE { ask_for(one + at), ask_for(two + at); });
         } else if (call.weight_row * int64_t(sizeof(T)) <= SHORT) {
             const T* ahead = w[0] + AHEAD / int64_t(sizeof(T));
             go([&]() ALWAYS_INLINE {
-                each<side>([&](auto o) ALWAYS_INLINE { __builtin_prefetch(ahead + side * at + o * step); });
+                each<side>([&](auto o) ALWAYS_INLINE { ask_for(ahead + side * at + o * step); });
             });
         } else {
             go([&]() ALWAYS_INLINE {
-                each<side>([&](auto o) ALWAYS_INLINE { __builtin_prefetch(w[o] + side * call.weight_row + at); });
+                each<side>([&](auto o) ALWAYS_INLINE { ask_for(w[o] + side * call.weight_row + at); });
             });
         }
         if (at == call.in_features) return;

@@ -219,13 +219,12 @@ class Linear {
     const Summed& call;
     const T* const input;
     const int64_t units, chunks, records;
-    const bool once;
 
    public:
     explicit Linear(const Summed& summed)
         : call(summed), input(static_cast<const T*>(call.input)),
           units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK),
-          records(call.in_features / F::inputs), once(call.rows <= ONE_TILE) {}
+          records(call.in_features / F::inputs) {}
 
     int64_t tasks() const { return units * chunks; }
 
@@ -233,25 +232,22 @@ class Linear {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
         if constexpr (std::is_same_v<T, float>)
             if (call.rows > FEW) return Many<type>(call).multiply(at / chunks, from, count);
-        in_tiles<T>(from, count, call.rows, [&](int64_t rows, int64_t first) {
-            by_rows<MOST<T>>(rows, at / chunks, first);
+        in_tiles(from, count, MOST, [&](int64_t rows, int64_t from, bool first) {
+            with_room(Sizes(), rows, [&](auto size) {
+                constexpr int blocks = blocks_for(size);
+                for (int block = 0; block < UNIT; block += blocks)
+                    multiply<size, blocks>(rows, at / chunks, block, from, first && block == 0);
+            });
         });
     }
 
    private:
-    // With the fewest rows that are compiled and not less than there are.
-    template <int most>
-    void by_rows(int64_t rows, int64_t unit, int64_t from) const {
-        constexpr int less = sizeof(T) == 4 ? 1 : most / 2;  // of float32 1 and 4
-        if constexpr (most > 1) {
-            if (rows <= less) return by_rows<less>(rows, unit, from);
-        }
-        constexpr int blocks = blocks_for(most);
-        for (int block = 0; block < UNIT; block += blocks) multiply<most, blocks>(rows, unit, block, from);
-    }
+    static constexpr int FEW = 8;  // rows of float32, up to which weights are not unpacked for all at once
+    using Sizes = std::conditional_t<std::is_same_v<T, bfloat16>, std::integer_sequence<int, 1, 2, 4, 8>,
+                                     std::integer_sequence<int, 1, 4, MOST>>;
 
     template <int rows, int blocks>
-    void multiply(int count, int64_t unit, int block, int64_t from) const {
+    void multiply(int count, int64_t unit, int block, int64_t from, bool first) const {
         constexpr int parts = blocks * PARTS;
         const uint8_t* record = call.weight + unit * records * F::record;
         const int64_t groups = records * F::groups;
@@ -267,10 +263,10 @@ class Linear {
         for (int64_t at = 0; at < groups; at++) {
             const int g = at % F::groups;
             const uint8_t* group = record + F::head + g * F::part;
-            for (int line = 0; line < F::factors; line += 64) ask_for(group + line + AHEAD, once);
+            if (first && g == F::groups - 1) ask_for(group + F::part + AHEAD, F::head);
             Vec<float> sums[rows * parts];
             each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Vec<float>{}; });
-            add_group<rows, parts>(group + F::factors, block * PARTS, row, at * F::group, sums);
+            add_group<rows, parts>(group, block * PARTS, row, at * F::group, first, sums);
             each<parts>([&](auto part) ALWAYS_INLINE {
                 const int output = block * LANES + part * WIDE;
                 Vec<float> scale = scale_of<type>(record, group, output), minimum{};
@@ -291,29 +287,26 @@ class Linear {
         });
     }
 
+    // Of the outputs from vector `from` of a unit on. `ask`: for weights before their turn, in pieces, as far as ahead.
     template <int rows, int parts>
-    ALWAYS_INLINE void add_group(const uint8_t* low, int first, const T* const* row, int64_t from,
+    ALWAYS_INLINE void add_group(const uint8_t* group, int from, const T* const* row, int64_t input, bool ask,
                                  Vec<float>* sums) const {
         constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
         constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a vector and a turn, or a step
+        constexpr int piece = F::part / (F::group / 8);
         Bits high[parts];
         each<parts>([&](auto part) ALWAYS_INLINE {
-            const uint8_t* rest = low + F::low + (first + part) * WIDTH;
-            if constexpr (above > 0) {
-                ask_for(rest + AHEAD, once);
-                high[part] = read<Bits>(rest);
-            }
+            if constexpr (above > 0) high[part] = read<Bits>(group + F::factors + F::low + (from + part) * WIDTH);
         });
-        low += first * wide;
-        for (int64_t i = from; i < from + F::group; i += 8) {
+        const uint8_t* low = group + F::factors + from * wide;
+        for (int i = 0; i < F::group; i += 8) {
+            if (ask) ask_for(group + i / 8 * piece + AHEAD, piece);
             each<4>([&](auto turn) ALWAYS_INLINE {
                 each<parts>([&](auto part) ALWAYS_INLINE {
                     const uint8_t* own = low + part * wide;
-                    if (F::bits == 8) ask_for(own + turn * UNIT * 2 * LANES + AHEAD, once);
-                    else if (turn == 0) ask_for(own + AHEAD, once);
                     Pair weight = numbers<type, turn>(own, high[part]);
                     each<rows>([&](auto r) ALWAYS_INLINE {
-                        add(sums[r * parts + part], weight, row[r] + i + 2 * turn);
+                        add(sums[r * parts + part], weight, row[r] + input + i + 2 * turn);
                     });
                 });
             });

@@ -58,14 +58,14 @@ inline ALWAYS_INLINE __m512bh numbers(Words packed, const bfloat16*) {
 template <int bits, int turn>
 inline ALWAYS_INLINE Two numbers(Words packed, const float*) { return two<bits, turn>(packed); }
 
-// sums += the products of one group: of each row with each part of a block.
+// sums += the products of one group: of each row with each part of a block. `ask`: for weights before their turn.
 template <int bits, int rows, int parts, class T>
-inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64_t stride, int64_t steps,
-                                    bool once, Vec<float>* sums) {
+inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64_t stride, int64_t steps, bool ask,
+                                    Vec<float>* sums) {
     for (int64_t step = 0; step < steps; step++) {
+        if (ask) ask_for(weight + AHEAD, UNIT * BYTES);
         Words packed[parts];
         each<parts>([&](auto part) ALWAYS_INLINE {
-            ask_for(weight + part * WIDTH + AHEAD, once);
             packed[part] = read<Words>(weight + part * WIDTH);
         });
         each<inputs_of(bits) / 2>([&](auto turn) ALWAYS_INLINE {
@@ -86,38 +86,33 @@ template <int bits, class T>
 class Linear {
     const Call& call;
     const int64_t units, chunks, steps, groups;  // steps are those of a group
-    const bool once;
 
    public:
     explicit Linear(const Call& call)
         : call(call), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
           chunks((call.rows + CHUNK - 1) / CHUNK), steps(call.group_size / inputs_of(bits)),
-          groups(call.in_features / call.group_size), once(call.rows <= ONE_TILE) {}
+          groups(call.in_features / call.group_size) {}
 
     int64_t tasks() const { return units * chunks; }
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        in_tiles<T>(from, count, call.rows, [&](int64_t rows, int64_t first) {
-            by_rows<MOST<T>>(rows, at / chunks, first);
+        in_tiles(from, count, MOST, [&](int64_t rows, int64_t from, bool first) {
+            with_room(Sizes(), rows, [&](auto size) {
+                constexpr int blocks = blocks_for(size);
+                for (int block = 0; block < UNIT; block += blocks)
+                    multiply<size, blocks>(at / chunks, block, from, first && block == 0);
+            });
         });
     }
 
    private:
-    template <int most>
-    void by_rows(int64_t rows, int64_t unit, int64_t from) const {
-        if (rows == most) return tile<most>(unit, from);
-        if constexpr (most > 1) by_rows<most - 1>(rows, unit, from);
-    }
-
-    template <int rows>
-    void tile(int64_t unit, int64_t from) const {
-        constexpr int blocks = blocks_for(rows);
-        for (int block = 0; block < UNIT; block += blocks) multiply<rows, blocks>(unit, block, from);
-    }
+    template <int... i>
+    static std::integer_sequence<int, i + 1 ...> each_size(std::integer_sequence<int, i...>);
+    using Sizes = decltype(each_size(std::make_integer_sequence<int, MOST>()));
 
     template <int rows, int blocks>
-    void multiply(int64_t unit, int block, int64_t from) const {
+    void multiply(int64_t unit, int block, int64_t from, bool first) const {
         const uint8_t* weight = call.weight + (unit * groups * steps * UNIT + block) * BYTES;
         const bfloat16* scale = call.scale + (unit * groups * UNIT + block) * LANES;
         const T* input = static_cast<const T*>(call.input) + from * call.in_features;
@@ -125,11 +120,10 @@ class Linear {
         Vec<float> total[rows * parts];
         each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t group = 0; group < groups; group++) {
-            for (int line = 0; line < OUTPUTS * 2; line += 64)
-                ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6 + line, once);
+            if (first) ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6, OUTPUTS * sizeof *scale);
             Vec<float> sums[rows * parts];
             each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Vec<float>{}; });
-            add_group<bits, rows, parts>(weight, input, call.in_features, steps, once, sums);
+            add_group<bits, rows, parts>(weight, input, call.in_features, steps, first, sums);
             each<parts>([&](auto part) ALWAYS_INLINE {
                 Vec<float> factor = load(scale + part * WIDE);
                 each<rows>([&](auto r) ALWAYS_INLINE {
