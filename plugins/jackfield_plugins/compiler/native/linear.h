@@ -1,8 +1,8 @@
 // Few rows times a matrix whose rows are outputs, `[out_features, in_features]` as torch has it.
 //
 // One row reads every weight once, so the time to read them is the least there can be. A task is
-// as many outputs as a vector has lanes; its weights come from memory once for all rows, a few
-// outputs side by side, and each tile of rows reads them again, from the cache. The sums of a row
+// as many outputs as a vector has lanes. The weights of a few of them side by side come from memory once for all
+// rows: tiles of rows take turns at them, and all but the first find them in the first cache. The sums of a row
 // run over the inputs in one order, however many rows there are: its bits depend neither on the
 // others nor on the threads.
 #pragma once
@@ -94,20 +94,30 @@ class Product {
 
     // Up to `side` rows are one tile, also where their sums do not all fit into registers. More are even tiles.
     void task(int64_t at) const {
-        int64_t row = 0;
+        static thread_local std::vector<Vec<C>> room;  // [rows, turns]: sums of `side` outputs side by side
+        room.resize(std::max<size_t>(room.size(), call.rows * turns));
         const int64_t tiles = call.rows <= side ? 1 : (call.rows + MOST - 1) / MOST;
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            const int64_t rows = (call.rows - row + tiles - tile - 1) / (tiles - tile);
-            each<std::max(MOST, side)>([&](auto i) ALWAYS_INLINE {
-                if (rows == i + 1) block<i + 1>(at * lanes, row, tile, tiles);
-            });
-            row += rows;
+        for (int turn = 0; turn < turns; turn++) {
+            int64_t row = 0;
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                const int64_t rows = (call.rows - row + tiles - tile - 1) / (tiles - tile);
+                Vec<C>* const found = room.data() + row * turns + turn;
+                each<std::max(MOST, side)>([&](auto i) ALWAYS_INLINE {
+                    if (rows == i + 1) block<i + 1>(at * lanes + turn * side, row, tile, tiles, found);
+                });
+                row += rows;
+            }
         }
+        const int64_t count = std::min<int64_t>(lanes, call.out_features - at * lanes);
+        for (int64_t row = 0; row < call.rows; row++)
+            write(sums<C, side>(room.data() + row * turns), at * lanes, row, count);
     }
 
    private:
     static constexpr int step = pairs ? 2 * lanes : lanes;
     static constexpr int side = std::min(4, lanes);  // a vector of 16 bytes has two doubles
+    static constexpr int turns = lanes / side;
+    static_assert(lanes % side == 0);
     // Rows of a tile, whose sums fit into the registers; where weights have to be widened, that is done for
     // more rows together than fit.
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -126,16 +136,10 @@ class Product {
 
     // Sums are added up before they leave the registers, as far as `side` outputs can be.
     template <int rows>
-    void block(int64_t first, int64_t row, int64_t tile, int64_t tiles) const {
-        static_assert(lanes % side == 0);
-        Vec<C> found[rows][lanes / side];
-        for (int at = 0; at < lanes; at += side) {
-            Vec<C> sum[rows * side] = {};
-            dots<rows>(first + at, row, tile, tiles, sum);
-            each<rows>([&](auto r) ALWAYS_INLINE { found[r][at / side] = sums<C, 1, side>(sum + r * side); });
-        }
-        const int64_t count = std::min<int64_t>(lanes, call.out_features - first);
-        for (int r = 0; r < rows; r++) write(sums<C, side>(found[r]), first, row + r, count);
+    void block(int64_t first, int64_t row, int64_t tile, int64_t tiles, Vec<C>* found) const {
+        Vec<C> sum[rows * side] = {};
+        dots<rows>(first, row, tile, tiles, sum);
+        each<rows>([&](auto r) ALWAYS_INLINE { found[r * turns] = sums<C, 1, side>(sum + r * side); });
     }
 
     template <int rows>
