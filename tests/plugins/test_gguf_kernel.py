@@ -171,7 +171,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
     hidden = torch.randn(140, 1024).to(dtype)
     torch.set_num_threads(2)
     together = linear(hidden, packed, None, matrix, int8)
-    for number, count in enumerate((1, 2, 3, 4, 5, 7, 8, 9, 13, 48, 49)):
+    for number, count in enumerate((*range(1, 14), 48, 49)):
         torch.set_num_threads(1 + number % 3)
         found = linear(hidden[:count], packed, None, matrix, int8)
         assert torch.equal(found, together[:count]), count

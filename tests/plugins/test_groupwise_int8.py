@@ -102,7 +102,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(bits: int, dtype: torch
     hidden = torch.randn(140, 896).to(dtype)
     torch.set_num_threads(2)
     together = new(hidden)
-    for number, rows in enumerate((1, 2, 3, 4, 5, 7, 8, 9, 13, 48, 49)):
+    for number, rows in enumerate((*range(1, 14), 48, 49)):
         torch.set_num_threads(1 + number % 3)
         assert torch.equal(new(hidden[:rows]), together[:rows]), rows
 

@@ -11,7 +11,6 @@ constexpr int ROUNDED = 32;  // activations that share a scale
 // Rows of a tile.
 using Sizes = std::conditional_t<WIDTH == 64, std::integer_sequence<int, 1, 2, 4, 8>,
                                  std::integer_sequence<int, 1, 2, 4>>;
-constexpr int TALL = WIDTH == 64 ? 8 : 4;
 
 // How many blocks: with their sums in half of the registers.
 constexpr int blocks_of(int rows) { return std::clamp((WIDTH == 64 ? 16 : 8) / (rows * PARTS), 1, UNIT); }

@@ -75,13 +75,10 @@ class RoundedLinear {
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        in_tiles(from, count, TALL, [&](int64_t rows, int64_t from, bool first) {
-            with_room(Sizes(), rows, [&](auto size) {
-                constexpr int blocks = blocks_of(size);
-                for (int block = 0; block < UNIT; block += blocks)
-                    multiply<size, blocks>(rows, at / chunks, block, from, first && block == 0);
-            });
-        });
+        in_tiles<blocks_of>(Sizes(), from, count,
+                            [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
+                                multiply<size, blocks>(rows, at / chunks, block, row, first);
+                            });
     }
 
    private:
@@ -140,7 +137,7 @@ class RoundedLinear {
         write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
     }
 
-    // As for other activations.
+    // Of the outputs from vector `from` of a unit on. `ask`: for weights before their turn, a piece at a time.
     template <int rows, int parts>
     ALWAYS_INLINE void add_group(const uint8_t* group, int from, const Rounded<Number>* const* row, int64_t place,
                                  int half, bool ask, Sum<F::bits, Number>* sums) const {

@@ -45,13 +45,10 @@ class RoundedLinear {
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        in_tiles(from, count, TALL, [&](int64_t rows, int64_t from, bool first) {
-            with_room(Sizes(), rows, [&](auto size) {
-                constexpr int blocks = blocks_of(size);
-                for (int block = 0; block < UNIT; block += blocks)
-                    multiply<size, blocks>(rows, at / chunks, block, from, first && block == 0);
-            });
-        });
+        in_tiles<blocks_of>(Sizes(), from, count,
+                            [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
+                                multiply<size, blocks>(rows, at / chunks, block, row, first);
+                            });
     }
 
    private:
@@ -67,7 +64,8 @@ class RoundedLinear {
         Vec<float> total[rows * parts];
         each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t place = 0; place < places; place++, weight += size) {
-            if (first) ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6, OUTPUTS * sizeof *scale);
+            if (first && place % of_group == 0)
+                ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6, OUTPUTS * sizeof *scale);
             Sum<bits, Number> sums[rows * parts];
             each<rows>([&](auto i) ALWAYS_INLINE {
                 Integers less{};

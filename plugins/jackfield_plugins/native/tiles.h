@@ -16,37 +16,39 @@ constexpr int64_t CHUNK = 48;               // rows of a task: with a unit's wei
 constexpr int AHEAD = 6144;                 // bytes of weights that are asked for before they are needed
 
 // How many rows are worked on together, and how many blocks; their sums have to fit into the registers.
-// Few rows take all blocks of a unit, so that its weights are read once, in the order in which they lie.
 #if defined(__AVX512BF16__)
 constexpr bool PAIRS = true;  // of numbers in bfloat16 are multiplied by one instruction
-constexpr int MOST = 8;
+// Few rows take all blocks of a unit, so that its weights are read once, in the order in which they lie.
 constexpr int blocks_for(int rows) { return rows <= 4 ? 4 : 2; }
 #else
 constexpr bool PAIRS = false;
-constexpr int MOST = 4;
 constexpr int blocks_for(int) { return 1; }
 #endif
 
 constexpr int ACROSS = 2;                   // vectors of outputs of a tile of many rows, as floats
 constexpr int MANY = WIDTH == 64 ? 12 : 6;  // rows of it: their sums fit into the registers
 
-// Calls what(rows, from, first) for `count` rows in tiles of at most `most` that are as even as can be, since each
-// has to unpack the weights; `first`: nobody has read them.
-template <class What>
-inline void in_tiles(int64_t from, int64_t count, int64_t most, What what) {
+// Calls what(size, blocks, rows, block, from, first) for `count` rows in tiles, and for each tile as often as it takes
+// to get through a unit, `blocks` at a time. `size`, a constant, is how many rows a tile is compiled for: the least of
+// `sizes` with room for the rows that are left, or one less where more than a quarter of it would be for nothing.
+// `first`: nobody in this task has read the unit.
+template <int (*blocks_in)(int), int... sizes, class What>
+inline void in_tiles(std::integer_sequence<int, sizes...>, int64_t from, int64_t count, What what) {
+    constexpr int all[] = {sizes...};
     bool first = true;
-    for (int64_t tiles = (count + most - 1) / most; tiles; tiles--, first = false) {
-        int64_t rows = (count + tiles - 1) / tiles;
-        what(rows, from, first);
-        from += rows;
-        count -= rows;
+    for (int64_t rows; count; from += rows, count -= rows) {
+        size_t at = 0;
+        while (at + 1 < sizeof...(sizes) && all[at] < count) at++;
+        if (at && 3 * all[at] > 4 * count) at--;
+        rows = std::min<int64_t>(count, all[at]);
+        const auto tile = [&](auto size) ALWAYS_INLINE {
+            constexpr int blocks = blocks_in(size);
+            for (int block = 0; block < UNIT; block += blocks, first = false)
+                what(size, std::integral_constant<int, blocks>(), rows, block, from, first);
+            return true;
+        };
+        (void)((sizes == all[at] && tile(std::integral_constant<int, sizes>())) || ...);
     }
-}
-
-// Calls what(size), a constant, with the least of `sizes` that has room for so many rows.
-template <int... sizes, class What>
-inline void with_room(std::integer_sequence<int, sizes...>, int64_t rows, What what) {
-    (void)((rows <= sizes && (what(std::integral_constant<int, sizes>()), true)) || ...);
 }
 
 inline float wide(bfloat16 x) { return as<float>(uint32_t(x.bits) << 16); }

@@ -2,7 +2,7 @@
 //
 // One row reads every weight once, so the time to read them is the least there can be. A task is
 // as many outputs as a vector has lanes. The weights of a few of them side by side come from memory once for all
-// rows: tiles of rows take turns at them, and all but the first find them in the first cache. The sums of a row
+// rows: tiles of rows take turns at them, and all but the first find them in the nearest caches. The sums of a row
 // run over the inputs in one order, however many rows there are: its bits depend neither on the
 // others nor on the threads.
 #pragma once
@@ -77,7 +77,8 @@ class Product {
     using C = typename Wide<T>::type;
     static constexpr int lanes = Vector<C>::lanes;
     // Where an output has at most `SHORT` bytes, weights are asked for `AHEAD` bytes before their turn, in the
-    // order in which they lie. Of longer ones, those of the next outputs side by side are asked for.
+    // order in which they lie. Of longer ones, those of the next outputs side by side are asked for. Where there are
+    // several tiles, each asks for a part of the next task's.
     static constexpr int64_t AHEAD = 16384, SHORT = 2048;
     const Linear& call;
 

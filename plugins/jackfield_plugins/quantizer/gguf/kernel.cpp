@@ -232,19 +232,17 @@ class Linear {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
         if constexpr (std::is_same_v<T, float>)
             if (call.rows > FEW) return Many<type>(call).multiply(at / chunks, from, count);
-        in_tiles(from, count, MOST, [&](int64_t rows, int64_t from, bool first) {
-            with_room(Sizes(), rows, [&](auto size) {
-                constexpr int blocks = blocks_for(size);
-                for (int block = 0; block < UNIT; block += blocks)
-                    multiply<size, blocks>(rows, at / chunks, block, from, first && block == 0);
-            });
-        });
+        in_tiles<blocks_for>(Sizes(), from, count,
+                             [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
+                                 multiply<size, blocks>(rows, at / chunks, block, row, first);
+                             });
     }
 
    private:
     static constexpr int FEW = 8;  // rows of float32, up to which weights are not unpacked for all at once
+    using Few = std::integer_sequence<int, 1, 4>;
     using Sizes = std::conditional_t<std::is_same_v<T, bfloat16>, std::integer_sequence<int, 1, 2, 4, 8>,
-                                     std::integer_sequence<int, 1, 4, MOST>>;
+                                     std::conditional_t<PAIRS, std::integer_sequence<int, 1, 4, 8>, Few>>;
 
     template <int rows, int blocks>
     void multiply(int count, int64_t unit, int block, int64_t from, bool first) const {
@@ -287,7 +285,7 @@ class Linear {
         });
     }
 
-    // Of the outputs from vector `from` of a unit on. `ask`: for weights before their turn, in pieces, as far as ahead.
+    // Of the outputs from vector `from` of a unit on. `ask`: for weights before their turn, a piece at a time.
     template <int rows, int parts>
     ALWAYS_INLINE void add_group(const uint8_t* group, int from, const T* const* row, int64_t input, bool ask,
                                  Vec<float>* sums) const {

@@ -97,19 +97,15 @@ class Linear {
 
     void task(int64_t at) const {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        in_tiles(from, count, MOST, [&](int64_t rows, int64_t from, bool first) {
-            with_room(Sizes(), rows, [&](auto size) {
-                constexpr int blocks = blocks_for(size);
-                for (int block = 0; block < UNIT; block += blocks)
-                    multiply<size, blocks>(at / chunks, block, from, first && block == 0);
-            });
-        });
+        in_tiles<blocks_for>(Sizes(), from, count,
+                             [&](auto size, auto blocks, int64_t, int block, int64_t row, bool first) {
+                                 multiply<size, blocks>(at / chunks, block, row, first);
+                             });
     }
 
    private:
-    template <int... i>
-    static std::integer_sequence<int, i + 1 ...> each_size(std::integer_sequence<int, i...>);
-    using Sizes = decltype(each_size(std::make_integer_sequence<int, MOST>()));
+    using Sizes = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 2, 3, 4, 5, 6, 7, 8>,
+                                     std::integer_sequence<int, 1, 2, 3, 4>>;
 
     template <int rows, int blocks>
     void multiply(int64_t unit, int block, int64_t from, bool first) const {
