@@ -112,7 +112,8 @@ inline void store(Vec<float> v, float16* to) {
 }
 
 // Asks for memory before its turn, up to the second cache. The first can wait for few lines, and where it waits for as
-// many from memory, those that lie in the second have to wait too (which took up to half of the speed).
+// many from memory, those that lie in the second have to wait too (which took up to half of the speed). Who does
+// nothing but ask has to be inlined as well: GCC leaves out calls of a function that has no other effect.
 inline ALWAYS_INLINE void ask_for(const void* from, int64_t bytes = 1) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
 }

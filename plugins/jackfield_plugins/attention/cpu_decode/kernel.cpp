@@ -308,7 +308,7 @@ class Decode {
     }
 
     // Asks for the values of keys `from` to `upto` of `count`, whose turn comes when all are scored, and for keys that
-    // come soon: heads lie apart, so that no machine guesses them. A function of its own GCC would leave out.
+    // come soon: heads lie apart, so that no machine guesses them.
     ALWAYS_INLINE void ask(const Desk& desk, int64_t from, int64_t upto, int64_t count) const {
         for (int64_t k = from; k < upto; k++) {
             ask_for(desk.values[k], value_split.size * sizeof(T));

@@ -240,9 +240,9 @@ class Linear {
 
    private:
     static constexpr int FEW = 8;  // rows of float32, up to which weights are not unpacked for all at once
-    using Few = std::integer_sequence<int, 1, 4>;
-    using Sizes = std::conditional_t<std::is_same_v<T, bfloat16>, std::integer_sequence<int, 1, 2, 4, 8>,
-                                     std::conditional_t<PAIRS, std::integer_sequence<int, 1, 4, 8>, Few>>;
+    // Rows of a tile.
+    using Floats = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 4, 8>, std::integer_sequence<int, 1, 4>>;
+    using Sizes = std::conditional_t<std::is_same_v<T, bfloat16>, std::integer_sequence<int, 1, 2, 4, 8>, Floats>;
 
     template <int rows, int blocks>
     void multiply(int count, int64_t unit, int block, int64_t from, bool first) const {
