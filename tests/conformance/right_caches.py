@@ -39,7 +39,8 @@ def in_bfloat16(states: torch.Tensor) -> torch.Tensor:
 def in_int8(states: torch.Tensor) -> torch.Tensor:
     """One scale for each token and head."""
     scale = states.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    return (states / scale).round().to(torch.int8).to(states.dtype) * scale
+    whole = (states / scale).round().clamp(-127, 127)  # of bfloat16 it may be 128
+    return whole.to(torch.int8).to(states.dtype) * scale
 
 
 def in_two_bits(states: torch.Tensor) -> torch.Tensor:
@@ -206,6 +207,7 @@ class RightCache(PackedKVCache):
         self.groups = list(by_key.values())
         self.running: dict[int, Any] = {}
         self.aside: dict[int, tuple[int, list[Any]]] = {}
+        self.salts: dict[int, str] = {}  # of those when they left
         self.known: list[tuple[str, list[int], list[Table]]] = []  # of those that left
         self.claimed = self.shared = self.swapped = self.truncated = self.calls = 0
 
@@ -215,6 +217,8 @@ class RightCache(PackedKVCache):
         for group in self.groups:
             group.tables[number] = Table()
         sequence.num_cached = 0
+        if number in self.aside and self.salts[number] != sequence.settings.cache_salt:
+            del self.aside[number]  # its layers have states, which are gone
         if number in self.aside:
             sequence.num_cached = self._come_back(number)
         elif self.design.shares:
@@ -263,6 +267,7 @@ class RightCache(PackedKVCache):
                 }
                 saved.append((table.first, held))
             self.aside[sequence.id] = (sequence.num_cached, saved)
+            self.salts[sequence.id] = sequence.settings.cache_salt
         self._drop(sequence.id)
         sequence.num_cached = 0
 

@@ -11,11 +11,12 @@ from families import FAMILIES, WINDOW, build, config_of, oracle, prompts
 from transformers import LlamaForCausalLM
 
 import jackfield
-from jackfield.bridge.batch_trial import decoder_trial, tried
+from jackfield.bridge.batch_trial import decoder_trial, drawn, tried
 from jackfield.bridge.shrinking import shrunk
 from jackfield.contracts import CacheCapabilities, TransformersCache
 from jackfield.contracts.cache import not_fixed
 from jackfield.errors import CheckpointError, PlanError, UsageError
+from jackfield.testing import models as kit
 
 TINY = FAMILIES["llama"].arguments
 DSA = {
@@ -153,6 +154,15 @@ def test_what_counts_the_columns_of_a_buffer_has_no_cache_of_fixed_shape() -> No
     )
     stranger: Any = type("Stranger", (TransformersCache,), {"make": None, "capabilities": shapes})
     assert stranger().impossible(needs) == not_fixed(needs) != []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_few_texts_show_is_found_by_more(seed: int) -> None:
+    """One text shows by chance which keys a sparse attention keeps of padded rows."""
+    small = next(shrunk(kit.config_of("own_mask"), None))
+    torch.manual_seed(seed)
+    with torch.random.fork_rng(), torch.no_grad():
+        assert decoder_trial(drawn(small, None, torch.float32)).ragged is not None
 
 
 def test_a_scale_by_columns_shows_though_it_begins_late() -> None:

@@ -62,14 +62,17 @@ def found_of(subject: Any, patterns: tuple[str, ...]) -> list[Verdict]:
     return [verdict(check) for check in chosen]
 
 
-@pytest.mark.parametrize("selection", ["paged", "dynamic", "static"])
+@pytest.mark.parametrize("selection", ["paged", "dynamic", "static", "paged?memory=0.001"])
 def test_the_built_in_caches_pass(selection: str) -> None:
     found = found_of(subject_of(f"plugin:{selection}", "cache"), BRIEFLY)
     assert_right(found, 6)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("selection", ["paged", "dynamic", "static", "quantized?backend=fp8"])
+@pytest.mark.parametrize(
+    "selection",
+    ["paged", "dynamic", "static", "quantized?backend=fp8", "paged?memory=0.001"],  # as on a GPU
+)
 def test_the_built_in_caches_pass_as_a_whole(selection: str) -> None:
     found = found_of(subject_of(f"plugin:{selection}", "cache"), ("*",))
     assert_right(found, 21)

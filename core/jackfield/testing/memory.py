@@ -1,4 +1,4 @@
-"""Whether memory grows with what is done again and again."""
+"""Whether memory grows with what is done again and again, and which tensors are new."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import gc
 import math
 import tracemalloc
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 CALLS = 15
 WINDOW = 5
@@ -54,6 +58,36 @@ def quick_collection() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def new_tensors() -> Iterator[Callable[[], list[torch.Tensor]]]:
+    """A function that finds all tensors which have memory that was not there before.
+
+    What shares memory with one that was there is not new.
+    """
+    gc.collect()
+    with quick_collection():
+        known = _tensors()  # held, so that nothing new lies where one of them was
+        places = {_place(tensor) for tensor in known}
+
+        def new() -> list[torch.Tensor]:
+            gc.collect()
+            return [tensor for tensor in _tensors() if _place(tensor) not in places]
+
+        yield new
+
+
+def _tensors() -> list[torch.Tensor]:
+    import torch
+
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    found = [t for t in gc.get_objects() if type(t) in kinds]
+    return [t for t in found if t.layout is torch.strided and t.device.type != "meta"]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _held() -> int:

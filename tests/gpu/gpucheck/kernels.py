@@ -17,6 +17,7 @@ from gpucheck.bench import Bench
 from gpucheck.results import SkippedError
 from jackfield.contracts import BindContext
 from jackfield.errors import JackfieldError
+from jackfield.registry.backends import Registered
 from jackfield.registry.discovery import registry
 
 #: What rounding alone may do: a kernel sums in another order than torch.
@@ -163,10 +164,21 @@ def norms(bench: Bench) -> None:
         if registered.name.startswith("hub"):
             bench.results.note(f"norm {registered.name}", None, reason="fetches its kernels")
             continue
+        if not is_norm(registered, bench.device.name):
+            continue
         for (rows, size), dtype in itertools.product(bench.sizes.norms, bench.sizes.dtypes):
             name = registered.name
             label = f"norm {name}: {rows} × {size}, {dtype}"
             bench.results.run(label, norm_error, bench, name, rows, size, dtype)
+
+
+def is_norm(registered: Registered, device: str) -> bool:
+    """Whether it is a norm, for such a device."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    kernel: Any = registered.backend
+    fits = kernel.fits(LlamaRMSNorm(8), registered.options({}))
+    return fits and device.partition(":")[0] in kernel.capabilities.devices
 
 
 def norm_error(bench: Bench, name: str, rows: int, size: int, dtype: str) -> dict[str, Any]:
@@ -183,8 +195,6 @@ def norm_error(bench: Bench, name: str, rows: int, size: int, dtype: str) -> dic
     )
     kind = getattr(torch, dtype)
     norm = LlamaRMSNorm(size).to(bench.device.name, kind)
-    if not choice.registered.backend.fits(norm, choice.options):
-        raise SkippedError("it is for other layers")
     norm.weight.data = torch.randn_like(norm.weight)
     given = torch.randn(1, rows, size, device=bench.device.name).to(kind)
     found = choice.registered.bind(context).make(norm)(given)

@@ -107,6 +107,7 @@ MODELS = {
 def _models(bench: Bench) -> Iterator[Check]:
     def of(name: str, what: str) -> Callable[[Any], str]:
         def run(_: object) -> str:
+            bench.no_packed(name)
             with runs.engine_of(bench, name, what=what) as (engine, computed):
                 runs.rows(engine)
                 runs.alone(engine)

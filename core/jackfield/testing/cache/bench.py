@@ -18,10 +18,12 @@ from jackfield.contracts import (
     PackedKVCache,
     TransformersCache,
 )
+from jackfield.contracts.packed import not_packed
 from jackfield.engine.checked_cache import CheckedCache
 from jackfield.engine.checked_packed import CheckedPackedCache
 from jackfield.engine.layouts import laid_out
 from jackfield.errors import JackfieldError, PlanError
+from jackfield.planning.planning import Plan
 from jackfield.spelling import Selection, parse
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.lossy import SteppedReference
@@ -31,8 +33,6 @@ from jackfield.testing.subject import Subject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from jackfield.planning.planning import Plan
 
 #: How far off keys may be in rows × columns where they are no plain tensors, as a part of their
 #: length. Nobody declares it there; other keys than those that were written are 1 or more off.
@@ -95,11 +95,15 @@ class Bench:
     @functools.cached_property
     def small(self) -> str | None:
         """What selects it with a pool that a few prompts fill; None: it has no such option."""
+        return self.sized("num_tokens", 224, 1024, 4096)
+
+    def sized(self, option: str, *sizes: int) -> str | None:
+        """What selects it with the first of these sizes that goes with its other options."""
         subject, given = self.subject, parse(self.subject.selection)
-        if not any(field.name == "num_tokens" for field in fields(subject.options)):
+        if not any(field.name == option for field in fields(subject.options)):
             return None
-        for tokens in (224, 1024, 4096):
-            arguments = {**given.arguments, "num_tokens": str(tokens)}
+        for size in sizes:
+            arguments = {**given.arguments, option: str(size)}
             try:
                 subject.registered.options(arguments)
             except JackfieldError:
@@ -142,6 +146,12 @@ class Bench:
             except PlanError as error:
                 self._plans[key] = error
         return self._plans[key]
+
+    def no_packed(self, name: str) -> None:
+        """Raise NotTriedError where no packed cache can hold a model, whoever wrote it."""
+        found = self.planned(name, cache_implementation="dynamic") if self.packed else None
+        if isinstance(found, Plan) and (reasons := not_packed(found.requirements)):
+            raise NotTriedError(f"no packed cache holds {name} here: {'; '.join(reasons)}")
 
     @property
     def whole(self) -> str:

@@ -2,67 +2,58 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from jackfield.contracts import Cache, KVCache
+from jackfield.devices import free_bytes
 from jackfield.testing.cache import acts
 from jackfield.testing.cache.bench import Bench
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.scenes import BEAMS
 from jackfield.testing.checks import Check, NotTriedError, WrongError
-from jackfield.testing.memory import quick_collection
+from jackfield.testing.memory import new_tensors
+
+New = Callable[[], list[torch.Tensor]]
 
 #: Beside keys and values: tables, masks, lengths.
 SMALL = 64 * 1024
 
 
 def memory_checks(bench: Bench) -> Iterator[Check]:
-    def driven(run: Any) -> Any:
+    def driven(run: Any, *, counts: bool = False) -> Any:
         def check(case: Any) -> str | None:
             needs: dict[str, Any] = {"decoding": BEAMS} if bench.declared.forks else {}
             bench.plan(bench.sharp, **needs)
-            with counted(), bench.drive(**needs) as driver:
-                found: str | None = run(bench, driver, case)
+            with new_tensors() as new, bench.drive(**needs) as driver:
+                own = (new,) if counts else ()
+                found: str | None = run(bench, driver, case, *own)
                 return found
 
         return check
 
     yield Check("bytes.request", "request_bytes", driven(_request), (1, 9, 33, 70))
     yield Check(
-        "bytes.allocated", "allocated_bytes", driven(_allocated), ((9, 1), (33, 3), (40, 9))
-    )
+        "bytes.allocated", "allocated_bytes", driven(_allocated, counts=True),
+        ((9, 1), (33, 3), (40, 9)),
+    )  # fmt: skip
     yield Check("bytes.held", "held_bytes", driven(_held), (9, 40))
     yield Check("leaks.released", "contract", driven(_released), (5, 40))
-    yield Check("leaks.rounds", "contract", driven(_rounds), (9,))
+    yield Check("leaks.rounds", "contract", driven(_rounds, counts=True), (9,))
     yield Check("leaks.closed", "contract", lambda _: _closed(bench))
     yield Check("bytes.refused", "contract", driven(_refused), ((9, 8), (5, 40)))
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[None]:
-    """What is there already is not counted by `living` within, nor looked at."""
-    gc.collect()
-    with quick_collection():
-        yield
+def _sizes(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each piece of memory, by its address."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def living() -> int:
-    """Bytes of all tensors that are newer than `counted` and have memory of their own."""
-    gc.collect()
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type != "meta":
-            try:
-                storage = thing.untyped_storage()
-            except NotImplementedError:
-                continue
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+def _total(new: New) -> int:
+    return sum(_sizes(new()).values())
 
 
 def _promised(bench: Bench, name: str, *arguments: Any) -> int | None:
@@ -120,7 +111,7 @@ def _roomy(bench: Bench) -> int:
     return 64 * sum(needs.packed_numbers) * 8
 
 
-def _allocated(bench: Bench, driver: Driver, case: tuple[int, int]) -> str:
+def _allocated(bench: Bench, driver: Driver, case: tuple[int, int], new: New) -> str:
     length, requests = case
     for _ in range(requests):
         driver.admit(length, most=8)
@@ -132,7 +123,10 @@ def _allocated(bench: Bench, driver: Driver, case: tuple[int, int]) -> str:
         raise NotTriedError("allocated_bytes says None")
     usage = driver.cache.usage()
     pool = usage.num_bytes if usage is not None else 0
-    states = living() - _kept_states(driver)
+    # One by free memory was made when what it has now was free.
+    free = (free_bytes(str(bench.subject.device)) or 0) + pool
+    promised = max(promised, _promised(bench, "pool_of", free) or 0)
+    states = _total(new) - _kept_states(driver)
     taken = max(pool, states)
     if taken > promised + SMALL:
         raise _forecast(
@@ -193,7 +187,7 @@ def _released(bench: Bench, driver: Driver, length: int) -> None:
     driver.check_empty()
 
 
-def _rounds(bench: Bench, driver: Driver, length: int) -> str:
+def _rounds(bench: Bench, driver: Driver, length: int, new: New) -> str:
     """The same requests again and again take what they took."""
     sizes = []
     for number in range(9):
@@ -218,7 +212,7 @@ def _rounds(bench: Bench, driver: Driver, length: int) -> str:
         driver.judge.states._known.clear()
         driver.done.clear()
         if number in (2, 8):
-            sizes.append(living())
+            sizes.append(_total(new))
     grown = sizes[1] - sizes[0]
     if grown > 6 * 256:
         raise WrongError(
@@ -232,7 +226,7 @@ def _closed(bench: Bench) -> str:
     """Memory is free after `close`, also while somebody still has the cache."""
     made = bench.plan(bench.sharp)
     model = bench.model(bench.sharp)
-    with torch.inference_mode(), counted():
+    with torch.inference_mode(), new_tensors() as new:
         cache = bench.bind(made, model)
         if type(cache.inner).close is KVCache.close:  # type: ignore[attr-defined]
             raise NotTriedError("has no `close`: its memory is free when nobody has it any more")
@@ -243,9 +237,12 @@ def _closed(bench: Bench) -> str:
         driver.judge.states._known.clear()
         driver.inputs = None
         cache.close()
-        left = living()
-    if left > SMALL:
-        raise WrongError(f"{left} bytes are still there after close, while the object is")
+        tensors = sorted(new(), key=lambda t: t.untyped_storage().nbytes(), reverse=True)
+    if (left := sum(_sizes(tensors).values())) > SMALL:
+        told = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors[:3]]
+        raise WrongError(
+            f"{left} bytes are still there after close, while the object is ({', '.join(told)})"
+        )
     return f"{left} bytes left"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from jackfield.contracts import PackedLayer
 from jackfield.errors import UsageError
 from jackfield.in_transformers.cache import cache
+from jackfield.planning.solving import reasons_against
 from jackfield.testing.cache.bench import Bench
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.reading import strided
@@ -60,10 +62,9 @@ def generated(bench: Bench, name: str, lengths: tuple[int, ...]) -> str:
 
 def _sized(bench: Bench, option: str, size: int) -> str:
     """The selection, with a size where it takes that as an option and none is chosen."""
-    selection = bench.subject.selection
-    if getattr(bench.subject.options, option, size) is not None:
-        return selection
-    return f"{selection}{'&' if '?' in selection else '?'}{option}={size}"
+    if getattr(bench.subject.options, option, None) is not None:
+        return bench.subject.selection
+    return bench.sized(option, size) or bench.subject.selection
 
 
 def compiled(bench: Bench, name: str) -> str:
@@ -79,10 +80,15 @@ def compiled(bench: Bench, name: str) -> str:
 def recordable(bench: Bench, rows: int) -> str:
     """Decode steps at one place: same addresses, numbers of the step, keys in their pages."""
     selection = _sized(bench, "num_tokens", 640)
-    made = bench.plan(bench.sharp, cache_implementation=selection, **_COMPILED)
-    own, options = made["cache"].registered, made["cache"].options
-    if reasons := own.ask("unrecordable", made.requirements, options):
+    planned = bench.plan(bench.sharp, cache_implementation=selection)
+    own, options = planned["cache"].registered, planned["cache"].options
+    # As steps that are compiled are planned, whichever compiler the device has.
+    needs = replace(planned.requirements, compiled=True)
+    if reasons := own.ask("unrecordable", needs, options):
         raise NotTriedError("; ".join(reasons))
+    if reasons := reasons_against(own, needs, options):
+        raise WrongError(f"declares recordable, and refuses steps that are: {'; '.join(reasons)}")
+    made = replace(planned, requirements=needs)
     cache = bench.bind(made, bench.model(bench.sharp))
     with torch.inference_mode():
         try:

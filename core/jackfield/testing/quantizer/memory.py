@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from jackfield.bridge.footprint import loaded_bytes, tensors_of
 from jackfield.errors import PlanError, shown
 from jackfield.testing.checks import Check, NotTriedError, WrongError
+from jackfield.testing.memory import new_tensors
 from jackfield.testing.quantizer.loads import Loads, of_main
 
 #: Models in which weights are tied, are not multiples of anything, lie the other way round, or are
@@ -67,22 +67,17 @@ def _largest(loads: Loads, model: nn.Module) -> str:
 
 def _beside(loads: Loads, name: str, dtype: str) -> str:
     """Tensors that a loaded model brings with it and that are no part of it, after a step."""
-    gc.collect()
-    gc.freeze()  # so that only what is new is looked at
-    try:
-        return _what_is_new(loads, name, dtype)
-    finally:
-        gc.unfreeze()
+    with new_tensors() as new:
+        return _what_is_new(loads, name, dtype, new)
 
 
-def _what_is_new(loads: Loads, name: str, dtype: str) -> str:
+def _what_is_new(loads: Loads, name: str, dtype: str, new: Callable[[], list[torch.Tensor]]) -> str:
     with loads.another(loads.original(name).folder, **loads.arguments(dtype)) as engine:
         engine.generate(PROMPTS, max_new_tokens=2)
-        gc.collect()
         whose = loads.subject.registered
         own = {_place(t) for module in engine.model.modules() for t in tensors_of(module, whose)}
         own |= {_place(t) for t in (*engine.model.parameters(), *engine.model.buffers())}
-        stray = [t for t in _alive() if _place(t) not in own]
+        stray = [t for t in new() if _place(t) not in own]
         smallest = min(m.numel() for m in loads.original(name).matrices.values())
         large = [t for t in stray if t.numel() >= smallest and t.is_floating_point()]
         shapes = {tuple(m.shape) for m in loads.original(name).matrices.values()}
@@ -95,11 +90,6 @@ def _what_is_new(loads: Loads, name: str, dtype: str) -> str:
                 "model: whole weights that somebody keeps?"
             )
     return f"{len(stray)} other tensors"
-
-
-def _alive() -> list[torch.Tensor]:
-    kinds = (torch.Tensor, nn.Parameter)
-    return [t for t in gc.get_objects() if type(t) in kinds and t.device.type != "meta"]
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
