@@ -239,6 +239,32 @@ def test_what_settings_ask_for_is_worked_out_once() -> None:
     assert pipeline([two, one], [[], [6]], block=block, before=first).settled is not first.settled
 
 
+@pytest.mark.parametrize(
+    ("fields", "lasts"),
+    [
+        ({}, True),
+        ({"logprobs": 2}, True),
+        ({"min_new_tokens": 3, "eos_token_ids": (4,)}, False),
+        ({"sequence_bias": {(9, 4): 5.0}}, False),  # no stage of it until a text ends with 9
+        ({"sequence_bias": {(4,): 5.0}}, False),
+        ({"repetition_penalty": 1.5}, False),
+        ({"presence_penalty": 0.5}, False),
+        ({"do_sample": True}, False),
+        ({"output_scores": True}, False),
+        ({"logits_processor": (lambda ids, s: s,)}, False),
+        ({"guidance_scale": 2.0}, False),
+    ],
+)
+def test_what_lasts_asks_nothing_of_tokens(fields: dict[str, Any], lasts: bool) -> None:
+    one = sequence([1, 2], **fields)
+    made = pipeline([one])
+    assert made.lasts is lasts
+    list.append(one.tokens, 9)
+    assert made.rows.fits([one], None, grown=made.lasts) is lasts
+    assert not made.rows.fits([one], [[5]], grown=True)
+    assert not made.rows.fits([one, one], None, grown=True)
+
+
 def test_drafts_before_a_row_count_as_its_tokens() -> None:
     asked = {"frequency_penalty": 1.0, "repetition_penalty": 2.0}
     rows = [sequence([9]), sequence([9, 4], prompt=1, **asked), sequence([5], **asked)]

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from families import build
+from families import build, config_of
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from jackfield_plugins.compiler.holding import _STEPS, Held
 
@@ -43,7 +44,9 @@ CHANGES = (lies_elsewhere, another_weight, hooked, patched, retyped, trained)
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_of_any_module_is_seen(change: Callable[[nn.Module], None]) -> None:
-    model = build("llama")
+    config = config_of("llama")
+    config.num_hidden_layers = 10  # more modules than steps
+    model = AutoModelForCausalLM.from_config(config)
     named = [m for m in model.modules() if isinstance(getattr(m, "weight", None), nn.Parameter)]
     assert len(named) > _STEPS
     for module in named:

@@ -11,7 +11,8 @@ import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 import torch
@@ -304,12 +305,11 @@ class AttentionBinding:
         understood = self._understood()
         return NativeAttention(self.registered, bound, pages, understood, tapped, self._sources)
 
-    def attended(self, layers: Iterable[int]) -> None:
+    def attended(self, layers: Seq[int]) -> None:
         """The calls of `native` for each of `layers` were run."""
         assert self.native is not None
-        for layer in layers:
-            for length in self.native.lengths:
-                self.tally.count(layer, length)
+        for length in self.native.lengths:
+            self.tally.count_all(layers, length)
         self._called.extend(layers)
 
     def _understood(self) -> frozenset[str]:
@@ -402,10 +402,9 @@ class AttentionBinding:
         finally:
             self._recording = before
 
-    def played(self, layers: Iterable[int]) -> None:
+    def played(self, layers: Seq[int]) -> None:
         """A decode step was played whose recording holds a call of each of `layers`."""
-        for layer in layers:
-            self.tally.count(layer, 1)
+        self.tally.count_all(layers, 1)
         self._called.extend(layers)
 
     def check_selected(self) -> None:

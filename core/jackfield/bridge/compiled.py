@@ -165,7 +165,9 @@ class CompiledForward:
         )
         fill = self._fill
         size = (0, fill(width) - width, 0, fill(rows) - rows)
-        ids, positions = pad(kwargs["input_ids"], size), pad(kwargs["position_ids"], size)
+        ids, positions = kwargs["input_ids"], kwargs["position_ids"]
+        if any(size):
+            ids, positions = pad(ids, size), pad(positions, size)
         columns, keep = kwargs["logits_to_keep"], None
         if not inputs.decode:
             keep = _numbered(columns, width, ids.device)

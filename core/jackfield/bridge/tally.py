@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -15,6 +16,10 @@ class Tally:
 
     def count(self, layer: int, query_length: int) -> None:
         (self.decode if query_length == 1 else self.prefill)[layer] += 1
+
+    def count_all(self, layers: Iterable[int], query_length: int) -> None:
+        """One call of each of `layers`."""
+        (self.decode if query_length == 1 else self.prefill).update(layers)
 
     @property
     def layers(self) -> set[int]:

@@ -8,6 +8,7 @@ transformers' logits processors.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
 
 import torch
@@ -81,7 +82,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of the rows of one step. Valid as long as its `rows` are.
+    """The stages of the rows of one step. Valid as long as its `rows` are, or it `lasts`.
 
     It changes nothing of itself: the same logits give the same tokens again. What it needs on the
     device is there; only processors, and what `masked` is handed, are sent later.
@@ -116,6 +117,16 @@ class Pipeline:
         stages = _stages(rows, settled, {} if tables is None else tables, vocab_size, block)
         block.send()
         return cls(rows, vocab_size, block, settled, stages, choosing)
+
+    @cached_property
+    def lasts(self) -> bool:
+        """Whether it holds when sequences have grown: each takes the best of its logits."""
+        settled = self.settled
+        return (
+            not self.stages
+            and (settled.guidance, settled.sampled) == (None, None)
+            and not (settled.phrases or settled.short or settled.processed or settled.told)
+        )
 
     def masked(self, allowed: torch.Tensor | None) -> Pipeline:
         """The same, and rows of requests with a structure have the tokens `allowed` only.

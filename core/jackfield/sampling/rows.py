@@ -90,10 +90,12 @@ class RowMap:
         wanted = [asks(s.settings) for s in self.sequences]
         return [row for row, i in enumerate(self.owners) if wanted[i]] if any(wanted) else []
 
-    def fits(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]] | None) -> bool:
-        """Whether it is what `verifying` would make of these now."""
+    def fits(
+        self, sequences: Seq[Sequence], drafts: Seq[Seq[int]] | None, *, grown: bool = False
+    ) -> bool:
+        """Whether it is what `verifying` would make of these now; but for tokens where `grown`."""
         return (
-            self.lengths == tuple([len(s.tokens) for s in sequences])
+            (grown or self.lengths == tuple([len(s.tokens) for s in sequences]))
             and _same(self.sequences, sequences)
             and all(map(_equal, self.drafts, drafts or [()] * len(sequences)))
         )

@@ -137,7 +137,7 @@ class Sampler:
         if last is not None and last.vocab_size != vocab_size:
             last = None
             self._tables.clear()
-        if last is not None and last.rows.fits(sequences, drafts):
+        if last is not None and last.rows.fits(sequences, drafts, grown=last.lasts):
             return last
         rows = RowMap.verifying(sequences, drafts)
         self._pipeline = Pipeline.of(rows, vocab_size, block, self._tables, last)

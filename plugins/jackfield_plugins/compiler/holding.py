@@ -21,7 +21,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
 _CONTAINERS = frozenset({dict, list, tuple, set})
 _OF_TORCH = nn.Module.__annotations__.keys() - {"training"}
 _DEEP = 4  # containers in containers
-_STEPS = 16  # in which all of a model is looked at, if no request comes
+_STEPS = 64  # in which all of a model is looked at, if no request comes
 
 
 class Held:
