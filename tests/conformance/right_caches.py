@@ -218,7 +218,7 @@ class RightCache(PackedKVCache):
             group.tables[number] = Table()
         sequence.num_cached = 0
         if number in self.aside and self.salts[number] != sequence.settings.cache_salt:
-            del self.aside[number]  # its layers have states, which are gone
+            del self.aside[number]  # where layers have states, each entry has a new one
         if number in self.aside:
             sequence.num_cached = self._come_back(number)
         elif self.design.shares:

@@ -339,6 +339,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("chosen", list(itertools.combinations(KINDS, 3)), ids="+".join)
+@pytest.mark.one_in(3)
 def test_searches_and_structures_in_one_step(demo_of_all: Any, chosen: tuple[str, ...]) -> None:
     engine, alone = demo_of_all
     asked = [engine.submit("a b c a b c", max_new_tokens=12, **KINDS[kind]) for kind in chosen]

@@ -150,6 +150,7 @@ def test_a_structure_that_is_not_kept_is_caught(monkeypatch: pytest.MonkeyPatch)
         ("gemma4", "native", "dynamic", "float64"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_compilers(family: str, compiler: str, cache: str, note: str) -> None:
     found = cells_of_compiling.run(family, compiler, cache)
     assert (found.outcome, found.note) == ("equal", note)
@@ -164,6 +165,7 @@ def test_compilers(family: str, compiler: str, cache: str, note: str) -> None:
         ("mistral", "none", "static", "same"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_quantizers(family: str, quantizer: str, cache: str, note: str) -> None:
     if quantizer.startswith("bnb"):
         pytest.importorskip("bitsandbytes", reason="needs jackfield[bnb]")

@@ -58,6 +58,7 @@ def check(engine: jackfield.Engine, family: str, lengths: tuple[int, ...] = LENG
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_every_cache_gives_the_plain_text_or_is_refused_by_name(strategy: str, cache: str) -> None:
     chosen = {"cache_implementation": SPELLED.get(cache, cache)}
     if cache in NO_ROLLBACK:
@@ -91,6 +92,7 @@ def test_every_family_gives_the_plain_text_or_is_refused(strategy: str, family: 
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("cache", ["paged?page_size=4", "dynamic"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_prompts_in_chunks(strategy: str, cache: str, chunk: int) -> None:
     with load("llama", strategy, cache_implementation=cache, prefill_chunk_size=chunk) as engine:
         check(engine, "llama")
@@ -106,6 +108,7 @@ def test_prompts_in_chunks(strategy: str, cache: str, chunk: int) -> None:
     ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_attentions(strategy: str, attention: str, cache: str) -> None:
     chosen = {"attn_implementation": attention, "cache_implementation": cache}
     try:

@@ -128,6 +128,7 @@ def test_samples_are_the_same_in_any_batch(bart: Any) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["t5", "bart", "m2m_100", "t5gemma"])
+@pytest.mark.one_in(3)
 def test_a_request_says_what_its_text_begins_with(model_type: str) -> None:
     """By a keyword, an object, or its row's settings; of the model's own what it says now."""
     model = build(model_type)
@@ -347,6 +348,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("model_type", LIMITS)
+@pytest.mark.one_in(3)
 def test_what_each_part_reads_at_most(model_type: str) -> None:
     found = described(transformers.AutoConfig.for_model(model_type))
     assert (found.encoder_length, found.context_length) == LIMITS[model_type]

@@ -100,6 +100,7 @@ def asked_of(prompts: list[Any]) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(3)
 def test_who_joins_says_what_it_says_alone(name: str) -> None:
     model = built(name)
     arrivals = asked_of(prompts_of(model, name))

@@ -156,12 +156,12 @@ def test_what_counts_the_columns_of_a_buffer_has_no_cache_of_fixed_shape() -> No
     assert stranger().impossible(needs) == not_fixed(needs) != []
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_what_few_texts_show_is_found_by_more(seed: int) -> None:
     """One text shows by chance which keys a sparse attention keeps of padded rows."""
     small = next(shrunk(kit.config_of("own_mask"), None))
-    torch.manual_seed(seed)
     with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
         assert decoder_trial(drawn(small, None, torch.float32)).ragged is not None
 
 

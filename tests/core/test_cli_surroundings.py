@@ -176,6 +176,7 @@ def test_every_command_is_swept() -> None:
 
 
 @pytest.mark.parametrize(("line", "name"), CELLS)
+@pytest.mark.one_in(3)
 def test_a_command_in_its_surroundings(
     line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

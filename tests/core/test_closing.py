@@ -178,6 +178,7 @@ def test_an_idle_engine_keeps_its_thread_on_a_gpu_until_it_is_closed(
     assert not thread.is_alive()
 
 
+@pytest.mark.long
 def test_a_thread_that_is_kept_does_not_keep_the_process() -> None:
     program = (
         "import jackfield, jackfield.engine.assembly as assembly\n"

@@ -56,6 +56,7 @@ def test_only_parts_that_are_missing_are_fetched(told: dict[str, Any]) -> None:
         assert (len(headers), len(fetched)) == (parts, parts)
 
 
+@pytest.mark.long
 def test_a_server_that_sends_whole_files_only(told: dict[str, Any]) -> None:
     assert told["no ranges"]["tokens"] == told["folder"]["tokens"]
 

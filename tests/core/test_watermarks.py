@@ -81,6 +81,7 @@ def test_tokens_are_those_of_generate(model: Any, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.one_in(3)
 def test_tokens_are_drawn_from_what_generate_draws_from(model: Any, config: Any) -> None:
     """After temperature and all that narrows; each text of a prompt has a memory of its own."""
     shape = {"temperature": 1.6, "top_k": 40, "top_p": 0.95}

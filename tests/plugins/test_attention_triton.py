@@ -117,6 +117,7 @@ def test_error_is_that_of_the_dtype(dtype: torch.dtype, sizes: tuple[tuple[int, 
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 16, 71])
+@pytest.mark.one_in(3)
 def test_drafts_to_verify_are_decode_and_longer_feeds_are_prefill(group: int) -> None:
     """Around the length at which rows pass from one kernel to the other, in one step."""
     limit = decode_limit(group, 16, EXACT.itemsize)
@@ -172,6 +173,7 @@ def test_splits_occupy_the_processors_but_stay_worth_their_sum() -> None:
 
 @pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize(("window", "splits"), [(None, 64), (512, 16), (100, 2), (20, 1)])
+@pytest.mark.one_in(3)
 def test_the_keys_of_a_window_are_split_too(
     queries: int, window: int | None, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,6 +268,7 @@ def test_a_text_is_scored_the_same_in_pages(hybrid: Any, monkeypatch: pytest.Mon
     [{"num_beams": 3}, {"do_sample": True, "seed": 7, "num_return_sequences": 2}, {"stop": None}],
     ids=str,
 )
+@pytest.mark.one_in(3)
 def test_states_alone_are_copied_and_cancelled(
     monkeypatch: pytest.MonkeyPatch, family: str, asked: dict[str, Any]
 ) -> None:

@@ -169,6 +169,7 @@ def test_a_call_that_is_required_comes(name: str, special: bool) -> None:
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.one_in(3)
 def test_calls_of_strict_tools_keep_to_their_schemas(name: str, special: bool) -> None:
     found, made, vocabulary = known(name, special=special)
     assert "grammar" not in found.settings(TOOLS)

@@ -30,6 +30,7 @@ FEW = of(
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_one_that_can_do_little_passes() -> None:
     """What it does not declare is refused, and counts as that."""
     found = judged(FEW)

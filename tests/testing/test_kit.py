@@ -15,7 +15,7 @@ from extras import needs
 
 from jackfield.errors import ExecutionError, SelectionError
 from jackfield.testing.checks import Check, NotTriedError, Verdict, WrongError, verdict
-from jackfield.testing.memory import CALLS, growth
+from jackfield.testing.memory import CALLS, growth, new_tensors
 from jackfield.testing.subject import subject_of, uninstalled
 from jackfield.testing.suites import checks_of
 from jackfield_plugins.attention.sdpa import SdpaAttention
@@ -175,6 +175,7 @@ def test_memory_grows_by_what_is_kept_in_blocks_of_requests(block: int) -> None:
 
 
 @pytest.mark.parametrize("when", range(CALLS - 5))
+@pytest.mark.one_in(3)
 def test_what_is_filled_once_is_no_growth(when: int) -> None:
     numbers, kept = itertools.count(), []
 
@@ -183,3 +184,14 @@ def test_what_is_filled_once_is_no_growth(when: int) -> None:
             kept.append(bytearray(1_000_000))
 
     assert growth(act, 1000) <= 1000
+
+
+def test_new_tensors_are_those_with_memory_that_was_not_there() -> None:
+    old = torch.zeros(1000)
+    with new_tensors() as new:
+        view, fresh = old[10:], torch.zeros(7)
+        found = new()
+        assert [tensor is fresh for tensor in found if tensor.shape == (7,)] == [True]
+        assert not any(tensor is view or tensor is old for tensor in found)
+        del found, fresh
+        assert not any(tensor.shape == (7,) for tensor in new())

@@ -87,6 +87,7 @@ def test_all_wrong_quantizers_are_caught_by_name(wrong: Wrong) -> None:
     assert_caught(wrong)
 
 
+@pytest.mark.long
 def test_mutants_of_the_right_one_can_be_made() -> None:
     found = mutants(right_quantizer, 20)
     assert len({mutant.what for mutant in found}) == 20

@@ -34,6 +34,7 @@ def ladder(fixed: dict[str, Any] | None = None, *, quantize: bool = False) -> Re
     return RegisteredLadder("demo", fixed or {}, WORK, quantize=quantize)
 
 
+@pytest.mark.long
 def test_every_rung_has_what_can_run_and_why_the_rest_cannot() -> None:
     verdicts = explain("demo", PlanSpec()).verdicts
     one = ladder(quantize=True)

@@ -410,8 +410,9 @@ class AttentionBinding:
     def check_selected(self) -> None:
         """Raise ExecutionError where the model names another attention than this one by now."""
         for config in self._configs:
-            if config._attn_implementation_internal != self.key:
-                now = config._attn_implementation_internal
+            # Asked in every step, and a config's own way to its attributes takes long.
+            now = object.__getattribute__(config, "_attn_implementation_internal")
+            if now != self.key:
                 raise ExecutionError(
                     f"the model's attention was switched to {now!r} while an engine runs it with "
                     f"{self.registered}; close the engine first, then load the model again"

@@ -35,9 +35,7 @@ _LONG, _SHORT, _NEW = 24, 19, 3  # tokens of the two prompts, and after them
 _PIECE = 7
 _COLUMNS = 2 * _LONG  # of a cache of fixed shape
 SEED = 5
-_OTHERS = 8  # texts that are tried where what a model says depends on the number of columns
-_CHANGES = "what it says changes with their number"
-_KEEPS = "which of equal scores it keeps changes with their number"
+_OTHERS = 8  # texts that are tried where what a model says may depend on the number of columns
 #: How far logits of the same row may lie apart, as a share of how far they spread.
 _BOUND = 1e-3
 
@@ -158,7 +156,7 @@ class _Bench:
         if not (ragged or pieces) and self._pieces(first, short):
             ragged = "a row that waits for a longer one says something else"
         fixed = self._fixed([first] if ragged else [first, short])
-        if fixed in (_CHANGES, _KEEPS) and not ragged:  # which few texts show in padded rows
+        if fixed and not ragged:  # what hangs on the number of columns few texts show
             others = (_Bench(self._model) for _ in range(_OTHERS))
             ragged = next((why for other in others if (why := other._padded())), False)
         # What depends on the number of columns may do so in any piece, also where none showed it.
@@ -175,14 +173,14 @@ class _Bench:
         """Also where scores are alike, and which of them are the best depends on their number."""
         try:
             if self._changes(rows):
-                return _CHANGES
+                return "what it says changes with their number"
             for parameter in self._model.parameters():
                 if parameter.dim() == 1:
                     parameter.round_()  # 0 or 1, as layers begin with: many scores are the same
             differs = self._changes(rows)
         except Exception as error:  # noqa: BLE001 - any model's code
             return f"a small model of its kind fails with one: {first_line(error)}"
-        return _KEEPS if differs else None
+        return "which of equal scores it keeps changes with their number" if differs else None
 
     def _changes(self, rows: Seq[list[int]]) -> bool:
         alone = torch.cat([self._read([row]) for row in rows])

@@ -115,7 +115,8 @@ class Decoder:
         The last `1 + len(drafts)` positions of a row's k are those of its last own token and its
         drafts. One that does not reach the end of its sequence gains nothing.
         """
-        self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
+        for name in {item.sequence.settings.decoding for item in step.scheduled}:
+            self.calls[name] += 1
         ready = [i for i, item in enumerate(step.scheduled) if item.samples]
         allowed = None if self._allowed is None else self._found(self._allowed)
         decided: Seq[tuple[RunningGroup, Decision]] = ()

@@ -524,4 +524,4 @@ def _plain(step: RunningStep, inputs: ModelInputs) -> AbstractContextManager[Non
 
 def _is_waited_for(step: RunningStep, logits: torch.Tensor) -> bool:
     """Whether a step has ended when its tokens are there: a device is read by who chooses one."""
-    return logits.device.type == "cpu" or any(item.samples for item in step.scheduled)
+    return any(item.samples for item in step.scheduled) or logits.device.type == "cpu"

@@ -13,7 +13,7 @@ from jackfield.contracts import Sequence, Settings
 
 @dataclass(frozen=True)
 class RowMap:
-    """The rows of one step; valid until a sequence grows.
+    """The rows of one step; valid until a sequence grows, but for a pipeline that `lasts`.
 
     Row r belongs to `sequences[owners[r]]`. It asks what follows the tokens of the sequence and the
     first `depths[r]` of its `drafts`. The rows of a sequence lie together. `lengths`: how many

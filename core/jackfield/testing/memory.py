@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+_OF_PYTHON = 5000  # Python 3.12 counts some hundreds that nobody has frozen
 CALLS = 15
 WINDOW = 5
 
@@ -50,7 +51,7 @@ def quick_collection() -> Iterator[None]:
 
     What the process itself has frozen stays so, and then nothing more is.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > _OF_PYTHON:
         yield
         return
     gc.freeze()
@@ -64,12 +65,12 @@ def quick_collection() -> Iterator[None]:
 def new_tensors() -> Iterator[Callable[[], list[torch.Tensor]]]:
     """A function that finds all tensors which have memory that was not there before.
 
-    What shares memory with one that was there is not new.
+    What shares memory with one that was there is not new, unless that one was frozen (`gc.freeze`).
     """
     gc.collect()
+    known = _tensors()  # held, so that nothing new lies where one of them was
+    places = {_place(tensor) for tensor in known}
     with quick_collection():
-        known = _tensors()  # held, so that nothing new lies where one of them was
-        places = {_place(tensor) for tensor in known}
 
         def new() -> list[torch.Tensor]:
             gc.collect()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jackfield.api import plan
 from jackfield.in_transformers import attention as in_transformers
 from jackfield.planning.solving import reasons_against
 from jackfield.testing.attention.jobs import (
@@ -99,8 +100,9 @@ class _Run:
         served(self._subject, model, self._layout)
         own = self._name == "bidirectional_prefix"
         reference = Reference(model, [tuple(p) for p in PROMPTS] if own else ())
-        needs = requirements_of(self._subject, model, self._layout)
-        size = {} if needs.whole_prompt or self._name == "chunked" else {"prefill_chunk_size": 4}
+        selected = {"attn_implementation": self._subject.selection, **self._arguments}
+        whole = plan(model.to(self._subject.device), **selected).requirements.whole_prompt  # type: ignore[arg-type]
+        size = {} if whole or self._name == "chunked" else {"prefill_chunk_size": 4}
         with engine_with(self._subject, model, **size, **self._arguments) as (engine, computed):
             engine.generate(PROMPTS, max_new_tokens=7)
         return computed.compare(reference)

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 #: length. Nobody declares it there; other keys than those that were written are 1 or more off.
 PADDED_ROUNDING = 0.7
 
+#: What a cache that is driven by hand is told to be free, in bytes, also where nothing else is.
+FREE = 256 << 20
+
 #: layer type -> the model that has only such layers, as far as there is one
 BASES = {
     "full_attention": "grouped_query",
@@ -208,6 +211,7 @@ class Bench:
             config=model.config,
             requirements=made.requirements,
             options=choice.options,
+            free=FREE,
         )
         bound = laid_out(choice.registered.bind(context), context)
         if isinstance(bound, PackedKVCache):

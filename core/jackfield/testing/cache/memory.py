@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from jackfield.contracts import Cache, KVCache
-from jackfield.devices import free_bytes
 from jackfield.testing.cache import acts
-from jackfield.testing.cache.bench import Bench
+from jackfield.testing.cache.bench import FREE, Bench
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.scenes import BEAMS
 from jackfield.testing.checks import Check, NotTriedError, WrongError
@@ -123,9 +122,8 @@ def _allocated(bench: Bench, driver: Driver, case: tuple[int, int], new: New) ->
         raise NotTriedError("allocated_bytes says None")
     usage = driver.cache.usage()
     pool = usage.num_bytes if usage is not None else 0
-    # One by free memory was made when what it has now was free.
-    free = (free_bytes(str(bench.subject.device)) or 0) + pool
-    promised = max(promised, _promised(bench, "pool_of", free) or 0)
+    if (by_free := _promised(bench, "pool_of", FREE)) != _promised(bench, "pool_of", 0):
+        promised = max(promised, by_free or 0)
     states = _total(new) - _kept_states(driver)
     taken = max(pool, states)
     if taken > promised + SMALL:

@@ -83,7 +83,7 @@ def recordable(bench: Bench, rows: int) -> str:
     planned = bench.plan(bench.sharp, cache_implementation=selection)
     own, options = planned["cache"].registered, planned["cache"].options
     # As steps that are compiled are planned, whichever compiler the device has.
-    needs = replace(planned.requirements, compiled=True)
+    needs = replace(planned.requirements, compiled=True, traced=True)
     if reasons := own.ask("unrecordable", needs, options):
         raise NotTriedError("; ".join(reasons))
     if reasons := reasons_against(own, needs, options):
