@@ -347,7 +347,7 @@ LIMITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", LIMITS)
+@pytest.mark.parametrize("model_type", [t for t in LIMITS if t in TYPES])
 @pytest.mark.one_in(3)
 def test_what_each_part_reads_at_most(model_type: str) -> None:
     found = described(transformers.AutoConfig.for_model(model_type))

@@ -20,11 +20,12 @@ from torch.nn.functional import linear
 from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.native import compiling
 from jackfield_plugins.quantizer.groupwise import layout
-from jackfield_plugins.quantizer.groupwise.linear import GroupwiseLinear, Product
+from jackfield_plugins.quantizer.groupwise.linear import GroupwiseLinear
 from jackfield_plugins.quantizer.groupwise.native import KERNEL, NativeProduct
 from jackfield_plugins.quantizer.groupwise.quantize import (
     DTYPES,
     GROUP_SIZES,
+    Product,
     Quantized,
     cannot_quantize,
     dequantize,

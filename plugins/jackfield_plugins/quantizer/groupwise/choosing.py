@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 
-from jackfield_plugins.quantizer.groupwise.linear import Product
 from jackfield_plugins.quantizer.groupwise.native import (
     INT8_KERNEL,
     KERNEL,
     Int8Product,
     NativeProduct,
 )
+from jackfield_plugins.quantizer.groupwise.quantize import Product
 from jackfield_plugins.quantizer.groupwise.torch_kernel import TorchProduct
 
 logger = logging.getLogger("jackfield")

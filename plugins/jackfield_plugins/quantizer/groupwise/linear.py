@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from jackfield_plugins.quantizer.groupwise.quantize import (
     BITS,
     DTYPES,
     GROUP_SIZES,
+    Product,
     Quantized,
     name_of,
     quantize,
@@ -21,25 +22,6 @@ from jackfield_plugins.quantizer.groupwise.quantize import (
 from jackfield_plugins.quantizer.on_cpu import shape_alone
 
 WEIGHTS = ("qweight", "scales")
-
-
-class Product(Protocol):
-    """A kernel: a layout of its own for the weights, and the product with them."""
-
-    name: str
-    batch_invariant: bool
-
-    def pack(self, quantized: Quantized, bits: int) -> Quantized: ...
-
-    def unpack(self, packed: Quantized, out_features: int, bits: int) -> Quantized: ...
-
-    def linear(
-        self,
-        hidden: torch.Tensor,
-        packed: Quantized,
-        bias: torch.Tensor | None,
-        sizes: tuple[int, int, int, int],
-    ) -> torch.Tensor: ...
 
 
 class GroupwiseLinear(nn.Module):

@@ -18,9 +18,10 @@ from jackfield.contracts.quantizing import own_part
 from jackfield.errors import PlanError
 from jackfield_plugins.quantizer.groupwise.choosing import product
 from jackfield_plugins.quantizer.groupwise.files import forget_files
-from jackfield_plugins.quantizer.groupwise.linear import WEIGHTS, GroupwiseLinear, Product
+from jackfield_plugins.quantizer.groupwise.linear import WEIGHTS, GroupwiseLinear
 from jackfield_plugins.quantizer.groupwise.quantize import (
     DTYPES,
+    Product,
     Quantized,
     cannot_quantize,
     quantize,

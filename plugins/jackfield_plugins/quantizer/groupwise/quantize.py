@@ -14,7 +14,7 @@ What is stored, and what a checkpoint holds, is the *canonical form*:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,6 +36,25 @@ class Quantized(NamedTuple):
 
     qweight: torch.Tensor
     scales: torch.Tensor
+
+
+class Product(Protocol):
+    """A kernel: a layout of its own for the weights, and the product with them."""
+
+    name: str
+    batch_invariant: bool
+
+    def pack(self, quantized: Quantized, bits: int) -> Quantized: ...
+
+    def unpack(self, packed: Quantized, out_features: int, bits: int) -> Quantized: ...
+
+    def linear(
+        self,
+        hidden: torch.Tensor,
+        packed: Quantized,
+        bias: torch.Tensor | None,
+        sizes: tuple[int, int, int, int],
+    ) -> torch.Tensor: ...
 
 
 def name_of(bits: int) -> str:
