@@ -149,7 +149,7 @@ DIFFERS = "a row that joins others says something else"
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*TEXTS, *KINDS])
 def test_the_plan_says_who_waits(name: str) -> None:
-    if name == "cohere_asr" and transformers.__version__.startswith("5.17."):
+    if name in ("canary", "cohere_asr") and transformers.__version__.startswith("5.17."):
         pytest.skip("of padded prompts it says NaN there, and is refused")
     plan = jackfield.plan(built(name))
     assert plan.requirements.waits == (DIFFERS if name in ALONE else None)

@@ -1,4 +1,4 @@
-"""Each flag has a type that the oldest supported typer takes: 0.16 knows no `Literal`.
+"""Each flag has a type that every typer takes: some know no `Literal`.
 
 One that it does not know ends every command, and shows only where that typer is installed.
 """

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
+from extras import needs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from two_ranks import UNEVEN, Load, two_ranks
 
@@ -211,6 +211,9 @@ def test_other_backends_say_the_same(
 
 def adapter(model: Path, folder: Path, *layers: str, seed: int = 0) -> str:
     """A LoRA with random matrices on these layers of a model."""
+    needs("peft")
+    from peft import LoraConfig
+
     torch.manual_seed(seed)
     found = AutoModelForCausalLM.from_pretrained(model)
     config = LoraConfig(r=3 + seed, lora_alpha=24, target_modules=list(layers))
@@ -273,6 +276,9 @@ def test_an_adapter_for_all_requests(
 def test_adapters_that_are_more_than_that_are_refused(
     folder: Callable[..., Path], tmp_path: Path
 ) -> None:
+    needs("peft")
+    from peft import LoraConfig
+
     model = folder("LlamaConfig")
     lora = Path(adapter(model, tmp_path / "lora", "q_proj"))
     with pytest.raises(UsageError, match="merge_adapter does not go with tp_size=2"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from extras import marked
 from fake_cuda import FakeCuda, Gpu
 from families import build, config_of, prompts
 from recordable import offer
@@ -182,6 +183,7 @@ def names(plan: jackfield.Plan) -> list[str]:
     return [choice.registered.name for choice in plan.kernels]
 
 
+@marked("triton")
 def test_auto_takes_them_where_steps_are_recorded(hopper: FakeCuda) -> None:
     plan = jackfield.plan(config_of("llama"), dtype="bfloat16")
     assert names(plan) == ["triton-one-row", "triton-rms-norm", "triton-rotary"]
@@ -215,6 +217,7 @@ interpreted = pytest.mark.skipif(
 )
 
 
+@marked("triton")
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
@@ -238,6 +241,7 @@ def test_one_row(dtype: torch.dtype, bias: bool, size: int, outputs: int) -> Non
         assert (found - due).abs().max() <= allowed
 
 
+@marked("triton")
 @interpreted
 def test_a_norm_whose_weight_is_copied_begins_behind_the_copy(
     monkeypatch: pytest.MonkeyPatch,
@@ -257,6 +261,7 @@ def test_a_norm_whose_weight_is_copied_begins_behind_the_copy(
         assert early.pop() is in_place
 
 
+@marked("triton")
 @interpreted
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_gated_mlps(family: str) -> None:

@@ -154,9 +154,8 @@ class GenerateBatch(Transformers):
         )
         pages = sum(-(-(len(one.prompt) + one.new_tokens) // PAGE) for one in requests)
         tokens = max(2048, *(len(one.prompt) for one in requests))
-        batching = ContinuousBatchingConfig(
-            max_batch_tokens=tokens, num_blocks=pages + 1, page_size=PAGE
-        )
+        # The first is called block_size in transformers 5.17, and page_size later.
+        batching = ContinuousBatchingConfig(PAGE, num_blocks=pages + 1, max_batch_tokens=tokens)
         with self.model.continuous_batching_context_manager(
             generation_config=settings, continuous_batching_config=batching
         ) as manager:
