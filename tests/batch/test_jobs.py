@@ -206,7 +206,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_an_input_that_is_changed_meanwhile_ends_the_job(tmp_path: Path, change: str) -> None:
     """Before a line is answered that another input has."""
     source = write(tmp_path / "in.jsonl", [asks(f"r{at}", max_tokens=1) for at in range(60)])

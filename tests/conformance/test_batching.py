@@ -87,7 +87,7 @@ def test_staggered_requests_in_a_tight_pool_say_what_they_say_alone(
 
 @pytest.mark.parametrize("chunk", [1, 16, 512])
 @pytest.mark.parametrize("family", TIGHT)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_second_round_finds_its_prompts_and_says_the_same(family: str, chunk: int) -> None:
     with jackfield.load(
         model_of(family),
@@ -121,7 +121,7 @@ def test_without_sharing_nothing_is_found() -> None:
 
 
 @pytest.mark.parametrize("family", TIGHT)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_prompts_with_one_beginning_share_it_while_it_is_held_and_preempted(family: str) -> None:
     """Shared pages under preemption: nobody's beginning is given away while another reads it."""
     beginning = prompts((2 * WINDOW,))[0]
@@ -140,7 +140,7 @@ def test_prompts_with_one_beginning_share_it_while_it_is_held_and_preempted(fami
 
 
 @pytest.mark.parametrize("family", TIGHT)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_threads_that_submit_at_will_get_what_they_get_alone(family: str) -> None:
     texts, found = prompts(LENGTHS), {}
     with jackfield.load(

@@ -135,7 +135,7 @@ TIGHT = {"llama": (4, 96), "mistral": (1, 40), "gemma4": (4, 96)}
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("family", TIGHT)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_groups_that_are_preempted_go_on_as_if_nothing_had_happened(
     family: str, swap: bool, sharing: bool
 ) -> None:
@@ -339,7 +339,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("chosen", list(itertools.combinations(KINDS, 3)), ids="+".join)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_searches_and_structures_in_one_step(demo_of_all: Any, chosen: tuple[str, ...]) -> None:
     engine, alone = demo_of_all
     asked = [engine.submit("a b c a b c", max_new_tokens=12, **KINDS[kind]) for kind in chosen]

@@ -72,7 +72,7 @@ def test_an_attention_that_ignores_a_prefix_is_caught(lying: str) -> None:
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3", "gpt-oss", "hrm-text", "gemma3n", "gemma4", "diffllama"]
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_attentions_have_no_third_outcome(family: str) -> None:
     """A third of a family's cells; the long test below runs them all."""
     pairs = {
@@ -150,7 +150,7 @@ def test_a_structure_that_is_not_kept_is_caught(monkeypatch: pytest.MonkeyPatch)
         ("gemma4", "native", "dynamic", "float64"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_compilers(family: str, compiler: str, cache: str, note: str) -> None:
     found = cells_of_compiling.run(family, compiler, cache)
     assert (found.outcome, found.note) == ("equal", note)
@@ -165,7 +165,7 @@ def test_compilers(family: str, compiler: str, cache: str, note: str) -> None:
         ("mistral", "none", "static", "same"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_quantizers(family: str, quantizer: str, cache: str, note: str) -> None:
     if quantizer.startswith("bnb"):
         pytest.importorskip("bitsandbytes", reason="needs jackfield[bnb]")

@@ -58,7 +58,7 @@ def check(engine: jackfield.Engine, family: str, lengths: tuple[int, ...] = LENG
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_every_cache_gives_the_plain_text_or_is_refused_by_name(strategy: str, cache: str) -> None:
     chosen = {"cache_implementation": SPELLED.get(cache, cache)}
     if cache in NO_ROLLBACK:
@@ -92,7 +92,7 @@ def test_every_family_gives_the_plain_text_or_is_refused(strategy: str, family: 
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("cache", ["paged?page_size=4", "dynamic"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_prompts_in_chunks(strategy: str, cache: str, chunk: int) -> None:
     with load("llama", strategy, cache_implementation=cache, prefill_chunk_size=chunk) as engine:
         check(engine, "llama")
@@ -108,7 +108,7 @@ def test_prompts_in_chunks(strategy: str, cache: str, chunk: int) -> None:
     ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_attentions(strategy: str, attention: str, cache: str) -> None:
     chosen = {"attn_implementation": attention, "cache_implementation": cache}
     try:
@@ -125,7 +125,7 @@ TIGHT = {"llama": (4, 72), "mistral": (1, 35), "gemma4": (4, 72)}
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("family", TIGHT)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_requests_that_come_and_are_preempted(strategy: str, family: str, swap: bool) -> None:
     page, size = TIGHT[family]
     texts = repetitive(20, WINDOW)

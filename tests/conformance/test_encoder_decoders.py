@@ -37,7 +37,7 @@ def bart() -> Any:
 
 @pytest.mark.parametrize("attention", ["auto", "eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("model_type", ALL)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_ragged_batch_is_what_each_prompt_gets_alone(model_type: str, attention: str) -> None:
     model = build(model_type)
     if "code of its own" in (why := refused(model)):
@@ -128,7 +128,7 @@ def test_samples_are_the_same_in_any_batch(bart: Any) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["t5", "bart", "m2m_100", "t5gemma"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_request_says_what_its_text_begins_with(model_type: str) -> None:
     """By a keyword, an object, or its row's settings; of the model's own what it says now."""
     model = build(model_type)
@@ -348,7 +348,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("model_type", [t for t in LIMITS if t in TYPES])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_what_each_part_reads_at_most(model_type: str) -> None:
     found = described(transformers.AutoConfig.for_model(model_type))
     assert (found.encoder_length, found.context_length) == LIMITS[model_type]

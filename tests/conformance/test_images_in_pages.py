@@ -402,7 +402,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"guided": True}, "the prompt ends within an image"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_what_cannot_feed_them_says_so_and_text_runs(
     gemma: Any, how: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

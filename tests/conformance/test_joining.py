@@ -100,7 +100,7 @@ def asked_of(prompts: list[Any]) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_who_joins_says_what_it_says_alone(name: str) -> None:
     model = built(name)
     arrivals = asked_of(prompts_of(model, name))
@@ -146,7 +146,7 @@ def as_read(prompt: Any) -> Any:
 DIFFERS = "a row that joins others says something else"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [*TEXTS, *KINDS])
 def test_the_plan_says_who_waits(name: str) -> None:
     if name in ("canary", "cohere_asr") and transformers.__version__.startswith("5.17."):
@@ -174,7 +174,7 @@ def test_so_many_join() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "cpu_decode", "flex_attention"])
 @pytest.mark.parametrize("name", ["bart", "whisper", "t5gemma"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_with_every_attention(name: str, attention: str) -> None:
     model = built(name)
     try:
@@ -191,7 +191,7 @@ def test_with_every_attention(name: str, attention: str) -> None:
 
 @pytest.mark.parametrize("size", [3, 5, 16])
 @pytest.mark.parametrize("name", ["bart", "t5", "t5gemma", "whisper"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_storm(name: str, size: int) -> None:
     """Requests of all kinds come at any step, end, and are cancelled; looked at closely."""
     model, chance = built(name), random.Random(size)

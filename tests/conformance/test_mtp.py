@@ -147,7 +147,7 @@ def test_heads_that_are_right_save_steps() -> None:
 
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("family", ["glm4-moe", "mellum"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_requests_that_come_and_are_preempted(family: str, swap: bool) -> None:
     texts, model = repetitive(12, WINDOW), live(family, FAINT)
     cache = f"paged?page_size=4&num_tokens=72&swap={swap}"
@@ -254,7 +254,7 @@ def test_heads_that_rest_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("together", [1, 30, 8192])
 @pytest.mark.parametrize("family", ["deepseek-v3", "mellum"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_texts_are_read_side_by_side_as_alone(
     family: str, together: int, drafted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,7 +150,7 @@ def streamed(engine: Engine, prompt: Any, **asked: Any) -> Any:
     ],
     ids=["generate", "submit", "submit_samples", "asubmit", "astream"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_deadline_counts_from_the_call(
     llava: Any, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

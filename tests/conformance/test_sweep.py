@@ -14,7 +14,7 @@ from jackfield.bridge.batch_trial import Trial
 
 
 @pytest.mark.parametrize("model_type", ["doge", "hy_v4", "minimax_m3_vl_text", "llama4_text"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_what_reads_columns_is_equal_or_refused(model_type: str) -> None:
     row = sweep.of_type(model_type)
     assert sweep.wrong([row]) == []

@@ -75,7 +75,7 @@ def test_a_processor_that_takes_no_chat_is_said() -> None:
 
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("cache", ["dynamic", "static", PAGED])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_sixteen_mixed_requests_are_what_each_gets_alone(
     seeing: Any, cache: str, chunk: int | None
 ) -> None:

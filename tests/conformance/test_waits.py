@@ -315,7 +315,7 @@ STRAYS = {
 
 
 @pytest.mark.parametrize("stray", STRAYS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_stray_wait_is_seen(stray: str) -> None:
     load = {"model": build("llama"), "cache_implementation": "paged", "attn_implementation": "sdpa"}
     with (

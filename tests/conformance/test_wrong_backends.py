@@ -63,7 +63,7 @@ def test_a_wrong_attention_is_named(plug: Plugs, name: str, cache: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPILERS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_wrong_compiler_is_named(plug: Plugs, name: str) -> None:
     blamed(
         "compiler",

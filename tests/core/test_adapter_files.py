@@ -82,7 +82,7 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("saved", [None, ["lm_head"]])
 @pytest.mark.parametrize("targets", [["q_proj", "down_proj"], ["k_proj", "down_proj", "v_proj"]])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_off_is_the_model_and_on_is_the_adapter(
     folder: Path, tmp_path: Path, kind: str, saved: list[str] | None, targets: list[str]
 ) -> None:

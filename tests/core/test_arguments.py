@@ -99,7 +99,7 @@ def test_what_is_handed_on_has_every_argument() -> None:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_an_argument_is_honoured_or_refused(name: str, live: PreTrainedModel, folder: Path) -> None:
     value, of_live, of_read = GIVEN[name]
     for model, says in ((live, of_live), (folder, of_read), ("demo", of_read)):

@@ -476,7 +476,7 @@ def test_a_chat_that_is_too_deep_is_told() -> None:
 
 @pytest.mark.timeout(60)  # and not for ever
 @pytest.mark.parametrize("what", GREEDY)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_template_that_takes_too_much_is_stopped(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

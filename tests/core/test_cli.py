@@ -390,7 +390,7 @@ def test_eval_with_drafts(cli: Cli) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("arguments", ["demo", "demo --attention eager", "demo --dtype float64"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_explain_is_readable(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: str, width: int
 ) -> None:

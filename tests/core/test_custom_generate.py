@@ -59,7 +59,7 @@ def inputs() -> Any:
     [{}, {"repetition_penalty": 1.3, "min_new_tokens": 8}, {"suppress_tokens": [5, 70, 71]}],
     ids=["plain", "penalty", "suppressed"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_greedy_tokens_are_those_of_generate(
     name: str, settings: dict[str, Any], model: Any, inputs: Any
 ) -> None:
@@ -402,7 +402,7 @@ def test_every_field_and_argument_is_in_the_sweep() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(ASKING))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_every_field_and_argument_is_honoured_or_refused_by_name(
     name: str, model: Any, inputs: Any
 ) -> None:

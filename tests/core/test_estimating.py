@@ -79,7 +79,7 @@ def test_what_is_no_rate(rate: Any) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_planned_weights_are_loaded_weights(family: str, tied: bool, tmp_path: Path) -> None:
     config = config_of(family)
     config.tie_word_embeddings = tied
@@ -310,7 +310,7 @@ LARGE = LlamaConfig(
         ({"device_memory": "200GB", "device_map": "mps"}, "mps"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_the_device_that_is_named_need_not_be_here(
     arguments: dict[str, Any], device: str | None
 ) -> None:

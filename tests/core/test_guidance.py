@@ -90,7 +90,7 @@ def wanted(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_tokens_are_those_of_generate(model: Any, wanted: list[list[int]], way: str) -> None:
     """Prompts and negative prompts of all lengths in one batch, beside requests without any."""
     pairs = [(prompt, asked) for prompt in PROMPTS for asked in [{}, *ASKED]]
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_generate(model: Any, wanted: list[list[int]], way: 
 
 @pytest.mark.parametrize("family", ["gemma3", "mixtral", *["qwen3-next"] * STATES_APART])
 @pytest.mark.parametrize("cache", ["paged?page_size=4&num_tokens=104", "paged"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_windows_experts_and_states(family: str, cache: str) -> None:
     model = build(family)
     pairs = [(prompt, asked) for prompt in PROMPTS[:3] for asked in ASKED[:3]]

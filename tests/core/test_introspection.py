@@ -84,7 +84,7 @@ def check(model: Any, prompt: list[int], one: Any, **asked: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_they_are_those_of_generate_beside_requests_that_do_not_ask(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +118,7 @@ def test_they_are_those_of_generate_beside_requests_that_do_not_ask(
      "qwen3-next", "llama4"],
 )  # fmt: skip
 @pytest.mark.parametrize("block", [4, 512])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_families(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, softcaps, sinks, experts, states, attentions that are a model's own code."""
     monkeypatch.setattr(layer_outputs, "BLOCK", block)

@@ -91,7 +91,7 @@ PLANS: list[tuple[str, dict[str, Any], type[JackfieldError], str]] = [
 
 @needs_heads
 @pytest.mark.parametrize(("model", "arguments", "error", "text"), PLANS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_before_any_weight_is_read(
     model: str, arguments: dict[str, Any], error: type[JackfieldError], text: str
 ) -> None:

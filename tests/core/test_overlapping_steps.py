@@ -283,7 +283,7 @@ def test_what_looks_at_tokens_is_waited_for(own: dict[str, Any], begun: list[Any
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLER_SETTINGS))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_every_setting_of_the_sampler(name: str) -> None:
     found = []
     for overlaps in (False, True):

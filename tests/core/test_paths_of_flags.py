@@ -63,7 +63,7 @@ def test_the_flags_are_found() -> None:
 @pytest.mark.parametrize(
     ("command", "flag"), FLAGS, ids=lambda one: one if isinstance(one, str) else " ".join(one)
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_path_that_cannot_be(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], flag: str
 ) -> None:

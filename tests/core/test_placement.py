@@ -68,7 +68,7 @@ def tokens(engine: jackfield.Engine) -> list[list[int]]:
     ],
 )
 @pytest.mark.parametrize("cache", ["paged", "dynamic", "static"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_weights_on_disk_give_the_same_tokens(
     folder: Path, expected: list[list[int]], places: dict[str, Any], cache: str
 ) -> None:
@@ -84,7 +84,7 @@ def test_weights_on_disk_give_the_same_tokens(
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen3-moe", "mixtral"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_other_families(family: str, attention: str, tmp_path: Path) -> None:
     """Mixture-of-experts weights are stored in another form, so transformers writes them anew."""
     model = build(family)

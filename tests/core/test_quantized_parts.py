@@ -121,7 +121,7 @@ def test_tokens_are_those_of_one_process(
 
 @pytest.mark.parametrize("quantization", ["int8-cpu", "int4-cpu?group_size=32"])
 @pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_parts_are_stored_as_in_the_whole(
     pair: Load, folder: Callable[..., Path], quantization: str, stored: bool
 ) -> None:

@@ -92,7 +92,7 @@ NAMES: list[str | None] = [None, *KINDS]
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic", "static", "paged?page_size=4"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "cpu_decode"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_mixed_batch(
     model: Path, adapters: dict[str, Path], right: Any, attention: str, cache: str
 ) -> None:
@@ -105,7 +105,7 @@ def test_mixed_batch(
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen3", "gpt-oss"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_families(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path / "model")
     names = ["a", "b"]
@@ -390,7 +390,7 @@ def _other_rank(state: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["surplus", "rank", "lacking"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_files_that_do_not_fit(family: str, change: Any, said: str, tmp_path: Path) -> None:
     """Also for a model whose experts transformers fuses, of which PEFT has other names."""
     build(family).save_pretrained(tmp_path / "model")

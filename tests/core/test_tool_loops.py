@@ -51,7 +51,7 @@ def engine() -> Iterator[jackfield.Engine]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_loop_goes_on_with_the_message(name: str) -> None:
     """The message and the result of its call are read by the engine, whatever the template."""
     with loaded(TEMPLATES[name]) as engine:

@@ -46,7 +46,7 @@ def tiny(name: str, **more: Any) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_process_has_its_part_of_weights_heads_and_keys(name: str) -> None:
     """Every matrix that a plan names is cut in two; what is not cut is told as it is."""
     config = tiny(name)
@@ -102,7 +102,7 @@ def test_an_unknown_style_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_uneven_outputs_are_refused_where_transformers_takes_none(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def as_told(said: Said[ToolCall]) -> tuple[str, str, list[Any]]:
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(data=st.data())
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_the_deltas_of_a_stream_add_up_to_the_whole(
     name: str, special: bool, data: st.DataObject
 ) -> None:
@@ -124,7 +124,7 @@ def parser(turns: Turns) -> Calling:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(calls=st.lists(CALLS, min_size=1, max_size=1), stop=st.booleans())
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_calls_whose_marks_are_special_tokens_are_found(
     name: str, calls: list[Any], stop: bool
 ) -> None:
@@ -190,7 +190,7 @@ def told(completion: Completion) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("text", "content", "reasoning", "calls"), HOSTILE)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_completion_is_parted(
     engine: jackfield.Engine, text: str, content: str, reasoning: str, calls: list[Any]
 ) -> None:

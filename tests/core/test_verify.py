@@ -56,7 +56,7 @@ def said(model: Any, verify: Any = True, **arguments: Any) -> str:
         for name in [*FAMILIES, *MORE_FAMILIES]
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_what_is_right_is_verified(name: str, arguments: dict[str, Any], dtype: Any) -> None:
     try:
         engine = jackfield.load(build(name, dtype), verify=6, **arguments)

@@ -35,7 +35,7 @@ def observed(name: str, verify: bool, arguments: dict[str, Any]) -> Report:
         ("falcon-alibi", {}),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_what_is_computed_again_is_not_counted(name: str, arguments: dict[str, Any]) -> None:
     found, due = (observed(name, verify, arguments) for verify in (True, False))
     for mine, other in zip(found.observations, due.observations, strict=True):

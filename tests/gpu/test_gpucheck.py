@@ -66,7 +66,7 @@ def tiny(found: list[Values], stage: str = "a stage") -> Bench:
 
 @pytest.mark.parametrize("stage", [s for s in STAGES if s.name in RIGHT], ids=lambda s: s.name)
 @pytest.mark.filterwarnings("default")
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_every_stage_runs_and_is_right_on_a_processor(stage: Stage) -> None:
     if any("triton" in check for check in RIGHT[stage.name]):
         extras.needs("triton")

@@ -87,7 +87,7 @@ def marked(name: str) -> Any:
 
 
 @pytest.mark.parametrize("quantizer", [marked(name) for name in QUANTIZERS])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_on_stored_weights(quantizer: str, adapters: dict[str, Path]) -> None:
     dtype = "bfloat16" if quantizer == "int4-cpu" else "float32"
     given = {"quantization": quantizer, "dtype": dtype}

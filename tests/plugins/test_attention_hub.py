@@ -54,7 +54,7 @@ def refusal(attention: str, family: str = "llama", **more: str) -> str:
 
 
 @pytest.mark.parametrize(("family", "cache"), list(itertools.product(FAMILIES, CACHES)))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_ragged_batch_equals_eager_in_float64(family: str, cache: str, flash_folder: Path) -> None:
     with jackfield.load(
         model_of(family), attn_implementation=FLASH, cache_implementation=cache
@@ -74,7 +74,7 @@ def test_ragged_batch_equals_eager_in_float64(family: str, cache: str, flash_fol
 @pytest.mark.parametrize(
     ("family", "cache"), list(itertools.product(("llama", "mistral", "gemma2"), CACHES))
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_single_and_ragged_equal_eager_in_float32(family: str, cache: str) -> None:
     model = build(family, torch.float32)
     batches = [prompts(LENGTHS), prompts(LENGTHS)[:1], prompts(LENGTHS)[-1:]]

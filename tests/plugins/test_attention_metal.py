@@ -69,7 +69,7 @@ def needs(**changes: object) -> Requirements:
     ],
     ids=["llama", "mqa", "softcap", "softcap-of-one"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_equals_eager(family: str, changes: dict[str, object], cache: str, tiny) -> None:
     model = tiny(family, **changes)
     found = {}

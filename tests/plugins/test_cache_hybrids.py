@@ -65,7 +65,7 @@ STATES = {
 @pytest.mark.parametrize("attention", ["auto", "eager", "sdpa"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", [*HYBRIDS, *STATES])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_rows_that_end_early_leave_the_others_right(
     monkeypatch: pytest.MonkeyPatch, family: str, cache: str, attention: str
 ) -> None:
@@ -268,7 +268,7 @@ def test_a_text_is_scored_the_same_in_pages(hybrid: Any, monkeypatch: pytest.Mon
     [{"num_beams": 3}, {"do_sample": True, "seed": 7, "num_return_sequences": 2}, {"stop": None}],
     ids=str,
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_states_alone_are_copied_and_cancelled(
     monkeypatch: pytest.MonkeyPatch, family: str, asked: dict[str, Any]
 ) -> None:

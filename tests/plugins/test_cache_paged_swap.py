@@ -361,7 +361,7 @@ def test_what_is_swapped_takes_a_part_of_the_host_and_no_more(
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("way", ["out", "back"])
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_where_no_memory_is_left_texts_go_on(
     window: int | None,
     way: str,

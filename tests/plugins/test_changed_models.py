@@ -133,7 +133,7 @@ def restore() -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_whole_step(name: str) -> None:
     compared("cuda_graph", name)
 

@@ -56,7 +56,7 @@ QUICK = {
         )
     ],
 )  # fmt: skip
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_twenty_requests_get_the_same_tokens(family: str, cache: str, shapes: str) -> None:
     """Windows, chunks of prompts, rows that join (paged), idle (static) or are taken out."""
     model, coming = build(family), arrivals(20)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +26,7 @@ import torch
 from driven import arrivals, compiled, drive, tokens
 from families import FAMILIES, build, prompts
 from torch import nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -311,6 +313,75 @@ def test_code_that_somebody_puts_in_the_place_of_a_models(
     assert expected == after.token_ids != before.token_ids
     with load(build("llama")) as engine:
         assert engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids == expected
+
+
+def rolled(own: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        return found.roll(1, -1) if isinstance(found, torch.Tensor) else found
+
+    return call
+
+
+#: what a step calls of torch
+TORCHS = {
+    "silu": F, "linear": F, "embedding": F, "rsqrt": torch, "cat": torch, "pow": torch.Tensor,
+    "cos": torch.Tensor, "forward": nn.Linear, "__call__": nn.Module,
+}  # fmt: skip
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", TORCHS)
+def test_code_that_somebody_puts_in_the_place_of_torchs(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither with a graph of torch as it is, nor as one that a later process would read."""
+    owner = TORCHS[name]
+    with load(build("llama")) as engine, load(build("llama"), "paged", "none") as plain:
+        (before,) = engine.generate([5, 6, 7], max_new_tokens=8)
+        with monkeypatch.context() as patching:
+            patching.setattr(owner, name, rolled(getattr(owner, name)))
+            for _ in range(2):
+                with pytest.raises(ExecutionError, match=rf"\.{name} is not torch's own"):
+                    engine.generate([5, 6, 7], max_new_tokens=8)
+            plain.generate([5, 6, 7], max_new_tokens=8)
+            with load(build("llama")) as other, pytest.raises(ExecutionError, match="torch's own"):
+                other.generate([5, 6, 7], max_new_tokens=8)
+        (after,) = engine.generate([5, 6, 7], max_new_tokens=8)
+    with load(build("llama")) as other:
+        assert other.generate([5, 6, 7], max_new_tokens=8)[0].token_ids == before.token_ids
+    assert after.token_ids == before.token_ids
+
+
+def test_one_of_torchs_functions_in_the_place_of_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    with load(model) as engine:
+        (before,) = engine.generate([5, 6, 7], max_new_tokens=8)
+        monkeypatch.setattr(F, "silu", F.relu)
+        (after,) = engine.generate([5, 6, 7], max_new_tokens=8)
+    with load(model, "paged", "none") as engine:
+        assert engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids == after.token_ids
+    assert after.token_ids != before.token_ids
+
+
+def expanded(weight: Any) -> torch.Tensor:
+    return weight[:1].expand_as(weight)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "view", [expanded, lambda weight: weight.as_strided(weight.shape, (1, len(weight)))]
+)
+def test_another_view_of_the_same_memory(view: Callable[[Any], torch.Tensor]) -> None:
+    model = build("llama")
+    with load(model) as engine:
+        before = engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids
+        weight = model.model.layers[0].mlp.gate_proj.weight
+        weight.data = view(weight.data)
+        after = engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids
+    with load(model, "paged", "none") as engine:
+        assert engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids == after != before
 
 
 def test_a_hook_in_the_place_of_another() -> None:
@@ -606,7 +677,7 @@ def test_a_graph_that_has_no_form_on_disk_is_traced_by_each_process(folder: Path
 
 
 @pytest.mark.parametrize("cut", [0, 1, 31, 40, -1])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_graph_that_was_cut_off_is_traced_anew(
     folder: Path, cut: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -102,7 +102,7 @@ def part(layer: PackedLayer, queries: int, kv_len: int) -> PackedLayer:
 
 @pytest.mark.parametrize("dtype", list(BOUND))
 @pytest.mark.parametrize(("group", "window"), [(1, None), (7, None), (3, 50), (2, 200)])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_bits_depend_neither_on_chunks_nor_on_the_batch_nor_on_threads(
     dtype: torch.dtype, group: int, window: int | None
 ) -> None:

@@ -68,7 +68,7 @@ BAD = {
 
 @pytest.mark.parametrize("named", BAD)
 @pytest.mark.parametrize("variable", [CACHE_DIR, "XDG_CACHE_HOME"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_folder_that_cannot_be_is_refused_in_the_plan(
     monkeypatch: pytest.MonkeyPatch, variable: str, named: str
 ) -> None:

@@ -111,7 +111,7 @@ def test_auto_takes_it_where_torch_has_no_instructions(
     [(torch.bfloat16, "upcast-linear"), (torch.float32, "onednn-linear")],
     ids=["upcast", "onednn"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_prompts_go_through_it_also_where_steps_are_compiled(
     dtype: torch.dtype, kernel: str, compiler: str
 ) -> None:
@@ -141,7 +141,7 @@ def test_prompts_go_through_it_also_where_steps_are_compiled(
 @pytest.mark.parametrize(
     "asked", [{"verify": 2}, {"output_hidden_states": True}, {"output_attentions": True}], ids=str
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_what_looks_at_the_models_own_layers(
     dtype: torch.dtype, kernel: str, compiler: str, asked: dict[str, Any]
 ) -> None:

@@ -205,6 +205,22 @@ def test_processes_at_once(cache: Cache) -> None:
     assert [path.name for path in cache.path.parent.iterdir()] == [cache.path.name]
 
 
+def test_a_torch_that_keeps_its_threads_to_itself() -> None:
+    """As the builds for ARM do: what they load stays unseen by libraries that come later."""
+    story = """
+import ctypes
+ctypes.RTLD_GLOBAL, everywhere = ctypes.RTLD_LOCAL, ctypes.RTLD_GLOBAL
+import torch
+ctypes.RTLD_GLOBAL = everywhere
+assert not hasattr(ctypes.CDLL(None), "GOMP_parallel")
+from jackfield_plugins.compiler.native.linears import KERNEL
+KERNEL.library()
+assert hasattr(ctypes.CDLL(None), "GOMP_parallel")
+"""
+    done = subprocess.run([sys.executable, "-c", story], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def failure(cache: Cache) -> str:
     with pytest.raises(PlanError) as caught:
         cache.answer()

@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[Callable[..., None], str]] = {
 
 
 @pytest.mark.parametrize(("act", "told"), WRONG.values(), ids=WRONG)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_wrong_one_never_runs_in_a_step(
     monkeypatch: pytest.MonkeyPatch, act: Callable[..., None], told: str
 ) -> None:

@@ -112,7 +112,7 @@ def test_nobody_waits_for_a_trace_of_a_prompt(read: list[bool]) -> None:
     ],
     ids=["beams", "drafts", "logprobs", "samples"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_whatever_is_decoded_beside_prompts(
     decoding: str, asked: dict[str, Any], read: list[bool]
 ) -> None:

@@ -36,7 +36,7 @@ def selection(text: str) -> Any:
         selection("torchao"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_strategies_batches_and_structures_change_nothing(quantization: str) -> None:
     strategies = {"sample": "sample", "lookup": "prompt_lookup", "assisted": "assisted"}
     with jackfield.load(

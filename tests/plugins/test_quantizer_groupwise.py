@@ -56,7 +56,7 @@ def refusal(folder: str | Path, **selected: Any) -> str:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("group_size", [32, 64])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_bytes_are_planned_exactly(kernel: str, group_size: int) -> None:
     selected = f"int4-cpu?kernel={kernel}&group_size={group_size}"
     with jackfield.load("demo", quantization=selected) as engine:

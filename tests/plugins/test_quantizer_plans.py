@@ -84,7 +84,7 @@ OBJECTS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", OBJECTS)
 @pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_plan_refuses_what_loading_refuses_of_a_config_object(
     folders: dict[Any, Path], name: str
 ) -> None:

@@ -87,7 +87,7 @@ def marked(keys: list[str]) -> list[Any]:
         ao_int4_wide=LINEAR // 2 + 8 * (LINEAR // 64),
     ),
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_bytes_are_planned_from_the_config_and_met(selection: str, linear: int) -> None:
     planned = jackfield.plan("demo", quantization=selection).requirements.weight_bytes
     assert planned == REST + linear
@@ -98,7 +98,7 @@ def test_bytes_are_planned_from_the_config_and_met(selection: str, linear: int) 
 
 @every(marked(["int8", "nf4", "ao_int8", "ao_dynamic"]))
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral", "gpt-oss", "gemma2"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_bytes_of_other_families(selection: str, family: str, tmp_path: Path) -> None:
     """Biases, Conv1D, experts, tied and untied heads, float16."""
     from families import build
@@ -148,7 +148,7 @@ of_the_library = every(
 
 
 @of_the_library
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_each_attention_and_cache_says_what_transformers_says(selection: str) -> None:
     """Ragged, and more requests than run together, so that they join while others run."""
     assert_same(

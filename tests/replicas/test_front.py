@@ -69,7 +69,7 @@ def test_answers_are_those_of_one_server() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_request_that_had_not_begun_is_asked_of_another(path: str, stream: bool) -> None:
     async def act() -> None:
         async with fleet() as (found, client):

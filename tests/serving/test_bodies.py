@@ -172,7 +172,7 @@ def spoken(served: Served, data: bytes, within: float = 5.0) -> bytes:
         (HEAD, None), (b"", None), (b"GET", None), (b"\r\n\r\n", None),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_request_that_does_not_end_is_ended(
     short: Served, data: bytes, status: int | None
 ) -> None:

@@ -39,7 +39,7 @@ def test_a_chat_is_answered_as_the_engine_answers_it(client: OpenAI, server: Ser
     ],
     ids=lambda more: "-".join(more) or "plain",
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_stream_is_the_whole_in_pieces(client: OpenAI, more: dict[str, Any]) -> None:
     asked = {"model": "demo", "messages": CHAT, "max_completion_tokens": 24, **more}
     whole = client.chat.completions.create(**asked)

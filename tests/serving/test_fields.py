@@ -153,7 +153,7 @@ CASES = [
     ("name", "path", "row"),
     [pytest.param(*case, id=f"{case[0]}-{n}-{case[1]}") for n, case in enumerate(CASES)],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_field_takes_effect_or_is_whole(ask: Any, name: str, path: str, row: Any) -> None:
     endpoint = ENDPOINTS[name]
     match row:

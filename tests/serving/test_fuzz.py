@@ -149,7 +149,7 @@ def test_a_field_that_is_wrong_is_named(client: httpx.Client, path: str) -> None
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_bodies_of_the_document(client: httpx.Client, path: str, mode: str) -> None:
     assert sum(fuzzed(client, path, mode, 12).values()) > 3
 

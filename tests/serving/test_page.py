@@ -186,7 +186,7 @@ def test_html_in_an_answer_stays_text(opened: Opened) -> None:
     ],
     ids=["event", "broken off", "proxy", "nonsense"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_what_goes_wrong_is_said(opened: Opened, answer: Any, words: str) -> None:
     with opened(quiet=False) as page:
         page.instead("/v1/chat/completions", *answer)

@@ -50,7 +50,7 @@ def test_the_keyboard_is_enough(opened: Opened) -> None:
 @needs_browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390, 320])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_the_page_fits_and_can_be_read(opened: Opened, width: int, dark: bool) -> None:
     with opened(width=width, height=800, dark=dark) as page:
         page.click("#logprobs")

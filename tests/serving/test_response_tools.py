@@ -75,7 +75,7 @@ def told(response: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", SAID)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_items_are_what_the_chat_says(client: OpenAI, script: str, stream: bool) -> None:
     chat = client.chat.completions.create(
         **said(SAID[script], messages=SAY, tools=OF_CHAT, max_completion_tokens=400)

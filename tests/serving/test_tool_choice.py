@@ -138,7 +138,7 @@ def check(name: str, arguments: str) -> None:
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_call_that_is_required_comes(name: str, special: bool) -> None:
     found, _, _ = known(name, special=special)
     seen: set[tuple[str, int, bool]] = set()
@@ -169,7 +169,7 @@ def test_a_call_that_is_required_comes(name: str, special: bool) -> None:
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_calls_of_strict_tools_keep_to_their_schemas(name: str, special: bool) -> None:
     found, made, vocabulary = known(name, special=special)
     assert "grammar" not in found.settings(TOOLS)
@@ -383,7 +383,7 @@ ANSWER = {"type": "object", "properties": {"sum": {"type": "integer"}}, "require
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("tools", [TOOLS, STRICT], ids=["free", "strict"])
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_an_answer_by_a_schema_or_calls(name: str, tools: Any, special: bool) -> None:
     found, _, _ = known(name, special=special)
     answers = called = 0

@@ -109,7 +109,7 @@ async def asked(
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("secure", [False, True])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_an_answer_that_nobody_takes_ends(
     loop: Callable[[], Any], secure: bool, tmp_path: Path
 ) -> None:

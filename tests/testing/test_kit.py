@@ -175,7 +175,7 @@ def test_memory_grows_by_what_is_kept_in_blocks_of_requests(block: int) -> None:
 
 
 @pytest.mark.parametrize("when", range(CALLS - 5))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_what_is_filled_once_is_no_growth(when: int) -> None:
     numbers, kept = itertools.count(), []
 

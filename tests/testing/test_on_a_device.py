@@ -87,7 +87,7 @@ def held_to_the_device(error: HandedError, most: int) -> None:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_padded_call(job: Job, feature: str) -> None:
     for situation in rows.SITUATIONS.values():
         for needs in needs_of(feature):
@@ -99,7 +99,7 @@ def test_a_padded_call(job: Job, feature: str) -> None:
 
 
 @pytest.mark.parametrize("feature", [*FEATURES[:4], "bidirectional_blocks"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_packed_call(job: Job, feature: str) -> None:
     for situation in steps.SITUATIONS.values():
         for needs in needs_of(feature):

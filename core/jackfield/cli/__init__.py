@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -42,7 +42,13 @@ def main() -> None:
     for variable, value in QUIET.items():
         os.environ.setdefault(variable, value)
     _keep_streams()
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:  # what it could not take is tried again when Python exits, which says 120
+        _give_up(sys.stderr)
+    sys.exit(code)
 
 
 def _keep_streams() -> None:
@@ -136,7 +142,13 @@ def _code(end: SystemExit) -> int:
 
 def _give_up_output() -> int:
     """The reader has gone: let nothing be flushed into the closed pipe when Python exits."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.__stdout__.fileno() if sys.__stdout__ else 1)
-    os.close(null)
+    _give_up(sys.__stdout__)
     return 1
+
+
+def _give_up(stream: TextIO | None) -> None:
+    """Let what goes to a stream be lost."""
+    if stream is not None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

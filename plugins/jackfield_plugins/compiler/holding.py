@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from jackfield_plugins.compiler.reaching import Reached, is_torch
+from jackfield_plugins.compiler.torch_code import torch_code
 
 #: Hooks that are called for all modules there are.
 EVERYWHERE = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
@@ -78,7 +79,8 @@ class _Code:
         bases = dict.fromkeys(base for cls in classes for base in cls.__mro__) if closely else ()
         self._bodies = [(base, dict(vars(base))) for base in bases if not is_torch(base.__module__)]
         self._methods = self._of_classes()
-        places = list(Reached(classes).places.values())
+        reached = Reached(classes)
+        places = [*reached.places.values(), *torch_code(classes, reached.names)]
         #: What is changed where it lies is compared with how it was.
         self._lists = [
             (place.home, place.name, copy.deepcopy(place.found))
@@ -129,9 +131,7 @@ class _Modules:
             ]
         plain = (torch.Tensor, nn.Parameter)
         self._memory = [t.untyped_storage() for t in self._tensors if closely and type(t) in plain]
-        #: which can be turned where they lie: of others the shape would no longer fit the model
-        self._square = [t for t in self._tensors if t.dim() == 2 and t.shape[0] == t.shape[1]]
-        self._addresses = self._now()
+        self._layout = self._now()
         self._modules, self._types = modules, list(map(type, modules))
         self._hooks = [vars(module)[name] for module in modules for name in _HOOKS]
         self._hooked = self._hooking()
@@ -151,9 +151,10 @@ class _Modules:
         self._sizes = list(map(len, self._sized))
         self._before = [own[name] for own, name in self._others]
 
-    def _now(self) -> list[int]:
+    def _now(self) -> list[Any]:
+        """Where numbers lie, and how far apart: `data` can be another view of the same memory."""
         where = [tensor.data_ptr() for tensor in self._tensors]
-        return where + [tensor.stride(0) for tensor in self._square]
+        return where + [tensor.stride() for tensor in self._tensors]
 
     def _hooking(self) -> list[tuple[int, ...]]:
         """torch numbers hooks, and gives no number twice."""
@@ -194,7 +195,7 @@ class _Modules:
         return any(self._hooks)
 
     def is_place(self) -> bool:
-        return self._now() == self._addresses
+        return self._now() == self._layout
 
 
 def _is_same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:

@@ -71,7 +71,7 @@ class Reached:
         self.modules: set[str] = set()
         self._homes = {cls.__module__ for cls in own}
         self._tops = {_top(home) for home in self._homes if not _is_library(home)}
-        self._names: set[str] = set()  # that code looks up
+        self.names: set[str] = set()  # that code looks up
         self._seen: set[int] = set()
         self._next: list[tuple[str, Any]] = []
         for cls in own:
@@ -86,7 +86,7 @@ class Reached:
         self.places = {
             label: place
             for label, place in self.places.items()
-            if place.name in self._names or _is_called(place.found)
+            if place.name in self.names or _is_called(place.found)
         }
 
     def _put(self, label: str, home: Mapping[str, Any], name: str, found: Any) -> str:
@@ -146,7 +146,7 @@ class Reached:
         if not _is_library(home):
             self.modules.add(home)
         names = sorted(_names(function.__code__))
-        self._names.update(names)
+        self.names.update(names)
         for name in names:
             if name in spaces:
                 found = spaces[name]

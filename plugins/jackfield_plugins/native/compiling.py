@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -24,6 +25,7 @@ SHARED = Path(__file__).parent  # headers that kernels include
 SOURCE = "kernel.cpp"
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
+OPENMP = ("libgomp", "libomp", "libiomp5")  # of GCC, LLVM and Intel; all have GCC's entry
 SECONDS = 180  # of a compiler that hangs; ours takes 20 on a slow core that is its own
 
 
@@ -66,6 +68,7 @@ def _loaded(name: str, content: bytes) -> ctypes.CDLL:
 
     They lie in memory: a file that is cut off while its code runs would end this process.
     """
+    _share_threads()
     memory = os.memfd_create(name)
     try:
         with open(memory, "wb", closefd=False) as file:
@@ -75,6 +78,18 @@ def _loaded(name: str, content: bytes) -> ctypes.CDLL:
     except OSError:
         os.close(memory)
         raise
+
+
+@functools.cache
+def _share_threads() -> None:
+    """Let libraries find the OpenMP that torch loaded; on ARM torch keeps it to itself."""
+    if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line[line.find("/") :]
+        if Path(path).name.startswith(OPENMP) and hasattr(ctypes.CDLL(path), "GOMP_parallel"):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return
 
 
 def key(folder: Path, command: list[str]) -> str:

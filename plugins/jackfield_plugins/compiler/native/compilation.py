@@ -124,6 +124,11 @@ class NativeCompilation(Compilation):
         found = self._graphs.get(size)
         if found is None:
             self._kept = self._kept or KeptGraphs(self._model)
+            if (replaced := self._kept.replaced) is not None:
+                raise ExecutionError(
+                    f"native cannot trace {type(self._model).__name__}: {replaced} is not torch's "
+                    "own, and a trace holds what torch has; put it back, or load it without compile"
+                )
             found = self._kept.read(*size)
             kept = found is not None
             if found is None:

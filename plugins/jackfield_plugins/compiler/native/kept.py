@@ -25,6 +25,7 @@ from jackfield_plugins.compiler.holding import EVERYWHERE
 from jackfield_plugins.compiler.native.fingerprint import Fingerprints, settings_of
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.compiler.reaching import Reached
+from jackfield_plugins.compiler.torch_code import own_name, torch_code
 from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
 
 logger = logging.getLogger("jackfield")
@@ -33,14 +34,23 @@ _LIBRARIES = ("torch", "transformers", "jackfield")
 
 
 class KeptGraphs:
-    """The graphs of one model as it is now; `folder` is None where nothing can be kept."""
+    """The graphs of one model as it is now.
+
+    `replaced` names a function of torch that is not torch's own any more; None: all are.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        try:
-            self._key = _key_of(model)
-        except (TypeError, ValueError):  # an attribute that has no plain form
-            self._key = None
+        classes = list(dict.fromkeys(type(module) for module in model.modules()))
+        reached = Reached(classes)
+        torchs = [place for place in torch_code(classes, reached.names) if place.found is not None]
+        named = {place.label: own_name(place.found) for place in torchs}
+        self.replaced = next((label for label, name in named.items() if name is None), None)
+        self._key: str | None = None
         self._folder: Path | None = None
+        if self.replaced is None:
+            # An attribute may have no plain form.
+            with contextlib.suppress(TypeError, ValueError):
+                self._key = _key_of(model, reached, repr(named))
         if self._key is None:
             return
         try:
@@ -90,11 +100,11 @@ class KeptGraphs:
         return self._folder / f"{self._key}-{rows}x{width}.json"
 
 
-def _key_of(model: nn.Module) -> str | None:
+def _key_of(model: nn.Module, reached: Reached, torchs: str) -> str | None:
     """Stands for what `model` is; None where somebody's hook could be anything."""
     prints = Fingerprints()
     whole = [f"{name} {version(name)}" for name in _LIBRARIES]
-    whole += [_own_sources(), str(torch.get_default_dtype())]
+    whole += [_own_sources(), str(torch.get_default_dtype()), torchs]
     if any(EVERYWHERE):
         return None
     first: dict[int, str] = {}  # of each part: one that several share is in a graph by this name
@@ -111,7 +121,6 @@ def _key_of(model: nn.Module) -> str | None:
             for key, tensor in tensors.items():
                 told = None if tensor is None else (tensor.dtype, [*tensor.shape], tensor.stride())
                 whole.append(f"{kind} {key} {told} {first.setdefault(id(tensor), f'{name}.{key}')}")
-    reached = Reached(type(module) for module in model.modules())
     whole += prints.of_places(reached.places.values())
     whole += map(_sources_of, sorted(reached.modules))
     return hashlib.sha256("\0".join(whole).encode(errors="surrogatepass")).hexdigest()[:24]
