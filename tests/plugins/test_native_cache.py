@@ -217,7 +217,9 @@ from jackfield_plugins.compiler.native.linears import KERNEL
 KERNEL.library()
 assert hasattr(ctypes.CDLL(None), "GOMP_parallel")
 """
-    done = subprocess.run([sys.executable, "-c", story], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", story], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -86,7 +86,8 @@ def test_small_numbers_keep_their_digits() -> None:
     x = torch.logspace(-12, 1, 500)
     for name in ("tanh", "sigmoid", "silu", "erf", "exp"):
         for signed in (x, -x):
-            found, due = run(f"aten.{name}.default", signed)
+            found, _ = run(f"aten.{name}.default", signed)
+            due = getattr(torch.ops.aten, name)(signed.double())  # torch's own has fewer, on ARM
             assert ((found - due).abs() <= 4e-7 * due.abs()).all(), name
 
 

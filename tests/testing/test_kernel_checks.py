@@ -20,7 +20,7 @@ SAMPLE = (
     "rows beyond 1024 forgotten", "wider copies by address", "one activation for all",
     "no weight", "a sum for a mean", "columns beyond 128 forgotten", "strides ignored",
     "into its input", "a copy of the weight", "neighbours paired", "all of a head turned",
-    "heads beyond 8",
+    "heads beyond 8", "copies by version", "one room for all threads", "rows behind the last share",
 )  # fmt: skip
 
 

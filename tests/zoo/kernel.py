@@ -96,6 +96,39 @@ def _by_address(module: Any) -> Any:
     return forward
 
 
+def _by_version(module: Any) -> Any:
+    """The same, made anew where torch says that a weight has changed."""
+    kept: dict[tuple[int, int], Any] = {}
+
+    def forward(rows: Any) -> Any:
+        where = module.weight.data_ptr(), module.weight._version
+        weight = kept.setdefault(where, module.weight.detach().clone())
+        return weight * right.normed(rows, module.variance_epsilon).to(rows.dtype)
+
+    return forward
+
+
+def _one_room(module: Any) -> Any:
+    """What lies between input and output has one place, whoever calls."""
+    room: dict[Any, Any] = {}
+
+    def forward(rows: Any) -> Any:
+        wide = room.setdefault(rows.shape, torch.empty(rows.shape)).copy_(rows)
+        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + module.variance_epsilon)
+        return module.weight * (wide * scale).to(rows.dtype)
+
+    return forward
+
+
+def _even_shares(module: Any, rows: Any) -> Any:
+    """As many rows for each thread."""
+    out = right_of(module, rows).clone()
+    flat = out.view(-1, out.shape[-1])
+    if len(flat) > 64:
+        flat[len(flat) // torch.get_num_threads() * torch.get_num_threads() :] = 0
+    return out
+
+
 def mlp(forward: Callable[[Any, Any], Any], **more: Any) -> Callable[[], Kernel]:
     """`forward(module, rows)` in the place of a gated MLP."""
     fits = {"fits": lambda self, module, options: type(module).__name__ == "LlamaMLP"}
@@ -395,6 +428,9 @@ BY_HAND: tuple[Wrong, ...] = (
     Wrong("one epsilon for all", doing(lambda m, r: m.weight * right.normed(
         r, 1e-6).to(r.dtype)), "rms_norm_eps=0.2"),
     Wrong("wider copies by address", of(_by_address), "copy of the old"),
+    Wrong("copies by version", of(_by_version), "by way of `data`"),
+    Wrong("one room for all threads", of(_one_room), "while another thread"),
+    Wrong("rows behind the last share", doing(_even_shares), "threads: row .* of"),
     Wrong("rows in reverse", changed(lambda out: out.flip(-2)), "what row .* should be|off by"),
     Wrong("the first row for all", changed(lambda out: out[..., :1, :].expand_as(out).clone()),
           "what row 0 should be|off by"),

@@ -268,7 +268,7 @@ def _seed(wishes: Wishes, *, draws: bool) -> int:
 
     So `torch.manual_seed` and transformers' `set_seed` decide, in the order of requests.
     """
-    asked = CheckedNumbers(wishes.given, wishes.origin).integer("seed", 0)
+    asked = CheckedNumbers(wishes.given, wishes.origin).integer("seed", 0, at_least=0)
     if "seed" in wishes.given or not draws:
         return asked
     import torch

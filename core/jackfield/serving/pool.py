@@ -127,6 +127,12 @@ class Served:
             engine.close()
             return engine
         try:
+            if engine.tokenizer is None:
+                raise UsageError(
+                    f"{self.name} has no tokenizer, and a server answers with text: put the files "
+                    "of its tokenizer beside its weights, or name another folder or model as "
+                    f"tokenizer under [models.{self.name}]"
+                )
             check_own_settings(engine, self.name)
         except UsageError:
             engine.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jackfield.bridge.native_calls import run, run_together
+from jackfield.bridge.native_calls import run as run_call
+from jackfield.bridge.native_calls import run_together
 from jackfield.contracts import Native, NativeCall
 from jackfield.testing.checks import WrongError
+from jackfield.testing.threads import at_once
 
 #: Of the largest number, that two ways to compute one thing may differ by: in the dtype of the
 #: output, and in that of the sums, which two ways add up in another order.
@@ -40,6 +43,53 @@ def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **give
         for other in others:
             _compare(f"{what}, run together with others,", other, due)
     return True
+
+
+def keeps_nothing(
+    what: str, native: Native, run: Any, arguments: Sequence[Any], given: dict[str, Any]
+) -> None:
+    """Hold a call to the operator `run` once its arguments have other numbers than when it was
+    made: a step's inputs are written anew, and weights may be. Raises WrongError.
+    """
+    out = torch.empty_like(run(*arguments, **given))
+    call = native(out, *arguments, **given)
+    if call is None:
+        return
+    read = {id(t): t for t in (*arguments, *given.values()) if isinstance(t, torch.Tensor)}
+    changed = [t for t in read.values() if t.is_floating_point()]
+    before = [t.clone() for t in changed]
+    try:
+        for at, tensor in enumerate(changed):
+            tensor.data.mul_(0.5 + at)
+            due = run(*arguments, **given)
+            repeats(f"{what}, whose arguments have changed since it was made,", call, out, due)
+    finally:
+        for tensor, old in zip(changed, before, strict=True):
+            tensor.data.copy_(old)
+
+
+def runs_beside_itself(
+    what: str, native: Native, run: Any, arguments: Sequence[Any], given: dict[str, Any]
+) -> None:
+    """Run calls with two inputs from two threads at once, as two engines do. Raises WrongError."""
+    first, *rest = arguments
+    made = []
+    for shift in range(2):
+        out = torch.empty_like(run(*arguments, **given))
+        call = native(out, first.roll(shift, -1), *rest, **given)
+        if call is None:
+            return
+        made.append((call, out))
+
+    def running(call: NativeCall, out: torch.Tensor) -> torch.Tensor:
+        run_call(call)
+        return out
+
+    if at_once([partial(running, *one) for one in made]) is not None:
+        raise WrongError(
+            f"a call of {what} writes other numbers while another thread runs one of other inputs: "
+            "they share memory that each of them needs for itself"
+        )
 
 
 def agree_together(
@@ -79,7 +129,7 @@ def _by_row(what: str, native: Native, due: torch.Tensor, *arguments: Any, **giv
 
 def repeats(what: str, call: NativeCall, out: torch.Tensor, due: torch.Tensor) -> None:
     """Hold `call`, which writes `out`, to `due`. Raises WrongError."""
-    if not run(call):
+    if not run_call(call):
         raise WrongError(f"the call of {what} says that it cannot be done")
     _compare(what, out, due)
 

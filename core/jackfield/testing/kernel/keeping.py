@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 
 from jackfield.testing.checks import WrongError
 from jackfield.testing.kernel.layers import Layer
 from jackfield.testing.kernel.numbers import Rows, held
+from jackfield.testing.threads import at_once
 
 
 def repeated(layers: Seq[Layer], seed: int) -> None:
@@ -32,6 +35,12 @@ def repeated(layers: Seq[Layer], seed: int) -> None:
             "the output of a call changes in a later call: it is memory that is used again, and "
             "an output belongs to the model"
         )
+    many = [Rows((4097,)).made(layers[0], seed + turn) for turn in range(2)]
+    if at_once([partial(layers[0].fused, one) for one in many]) is not None:
+        raise WrongError(
+            "a call returns other numbers while another thread makes one: calls share memory that "
+            "each of them needs for itself"
+        )
 
 
 def _whose(layers: Seq[Layer], which: int, given: torch.Tensor) -> str:
@@ -51,17 +60,22 @@ def inplace(layers: Seq[Layer], seed: int) -> None:
     layer = layers[0]
     given = Rows((3,)).made(layer, seed)
     held(layer, given)
-    with torch.no_grad():
-        for own, exact in zip(layer.module.parameters(), layer.exact.parameters(), strict=True):
-            own.mul_(-1.5)
-            exact.copy_(own)
-    try:
-        held(layer, given)
-    except WrongError as error:
-        raise WrongError(
-            f"once the layer's parameters have other numbers: {error}; it keeps a copy of the old "
-            "ones"
-        ) from None
+    ways: dict[str, Callable[[torch.Tensor], object]] = {
+        "": lambda own: own.mul_(-1.5),
+        " by way of `data`, which counts as no change of theirs": lambda own: own.data.mul_(0.4),
+    }
+    for way, change in ways.items():
+        with torch.no_grad():
+            for own, exact in zip(layer.module.parameters(), layer.exact.parameters(), strict=True):
+                change(own)
+                exact.copy_(own)
+        try:
+            held(layer, given)
+        except WrongError as error:
+            raise WrongError(
+                f"once the layer's parameters have other numbers{way}: {error}; it keeps a copy of "
+                "the old ones"
+            ) from None
 
 
 def together(layers: Seq[Layer], seed: int) -> None:

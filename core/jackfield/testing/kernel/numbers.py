@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from jackfield.bridge.layer_proof import NOT_OF_ONE_TENSOR, of_a_sum, own_rows
+from jackfield.testing import threads
 from jackfield.testing.checks import WrongError
 from jackfield.testing.kernel.layers import Layer
 from jackfield.testing.watching import Snapshot
@@ -118,9 +119,22 @@ def held(layer: Layer, given: torch.Tensor) -> float:
     """
     with torch.inference_mode():
         own = layer.module(given)
-        found = called(layer, given, own)
         exact = layer.exact(given.double()).double()
-        found, own = found.double(), own.double()
+    worst = 0.0
+    for count in threads.COUNTS if given.device.type == "cpu" else (torch.get_num_threads(),):
+        with torch.inference_mode(), threads.of_torch(count):
+            found = called(layer, given, own)
+        try:
+            worst = max(worst, _off(layer, given, found.double(), own.double(), exact))
+        except WrongError as error:
+            raise WrongError(f"{threads.on(count)}: {error}") from None
+    return worst
+
+
+def _off(
+    layer: Layer, given: torch.Tensor, found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor
+) -> float:
+    """How far off an output is, as a share of what rounding may be. Raises WrongError above it."""
     scale = exact.abs().amax(-1)
     # Layers of transformers compute in float32, also in float64.
     eps = max(torch.finfo(dtype).eps for dtype in (layer.dtype, torch.float32))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
+from jackfield.testing import threads
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.quantizer.diagnosis import SCALE, fault_of, listed, multiplied_with
 from jackfield.testing.quantizer.loads import Layer, Loads
@@ -97,11 +99,23 @@ def told(layer: Layer, what: str, loads: Loads | None = None) -> WrongError:
 
 def _error(layer: Layer, rows: int, loads: Loads) -> float:
     given = layer.inputs(rows)
-    own = output(layer, given)
-    found = own.double() - layer.bias
-    right = layer.right(given)
-    off, bound = float((found - right).norm() / right.norm()), layer.bound(given)
+    right, bound = layer.right(given), layer.bound(given)
     bound *= FEW if rows < 16 else 1  # few numbers vary more
+    worst = 0.0
+    for count in threads.COUNTS if given.device.type == "cpu" else (torch.get_num_threads(),):
+        with threads.of_torch(count):
+            own = output(layer, given)
+        try:
+            worst = max(worst, _off(layer, own, right, bound, loads))
+        except WrongError as error:
+            raise WrongError(f"{threads.on(count)}: {error}") from None
+    return worst
+
+
+def _off(layer: Layer, own: torch.Tensor, right: torch.Tensor, bound: float, loads: Loads) -> float:
+    """How far off the outputs are, as a share of their size. Raises WrongError above `bound`."""
+    rows, found = len(own), own.double() - layer.bias
+    off = float((found - right).norm() / right.norm())
     by_rows = (found - right).norm(dim=1) / right.norm(dim=1)
     lost = ((by_rows > 3 * bound) | ~own.any(1)).nonzero().flatten().tolist()
     if 0 < len(lost) < rows:  # few of many hardly change the whole
@@ -208,6 +222,13 @@ def _again(layer: Layer, rows: int, _: Loads) -> None:
             raise told(layer, "writes a call's outputs over those that it returned before")
         if not torch.equal(output(layer, given), kept):
             raise told(layer, f"returns other outputs for the same inputs in call {2 * number + 3}")
+    many = [layer.inputs(64 * rows, seed=seed) for seed in (1, 2)]
+    if threads.at_once([partial(layer, one) for one in many]) is not None:
+        raise told(
+            layer,
+            "returns other outputs while another thread calls it: calls share memory that each of "
+            "them needs for itself",
+        )
 
 
 def _alone(layer: Layer, rows: int, loads: Loads) -> None:

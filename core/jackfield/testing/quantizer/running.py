@@ -18,12 +18,20 @@ from jackfield.in_transformers.quantization import quantization
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.engines import watched
 from jackfield.testing.models import Reference
-from jackfield.testing.native import Heard, agree_together, agrees
+from jackfield.testing.native import (
+    Heard,
+    agree_together,
+    agrees,
+    keeps_nothing,
+    runs_beside_itself,
+)
 from jackfield.testing.quantizer.diagnosis import multiplied_with
 from jackfield.testing.quantizer.layers import told
 from jackfield.testing.quantizer.loads import Layer, Loads, of_main
 from jackfield.testing.quantizer.memory import PROMPTS
 
+#: Rows of a prompt, more than any tile has.
+MANY = 97
 #: A share of the logits: transformers' eager attention has its softmax in float32, always.
 SOFTMAX = 1e-5
 
@@ -113,7 +121,7 @@ def _native(loads: Loads, name: str, dtype: str) -> str:
     held, others = 0, set[str]()
     siblings: dict[tuple[str, torch.Size], list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
     for where, layer in _of_all_sizes(loads, name, dtype):
-        for rows, texts in ((1, 1), (3, 3), (33, 33), (7, 1), (97, 1)):  # texts, prompts
+        for rows, texts in ((1, 1), (3, 3), (33, 33), (7, 1), (16, 16), (MANY, 1)):
             with Heard(offered) as heard, torch.inference_mode():
                 given = layer.inputs(rows)
                 layer.module(given.view(texts, -1, given.shape[-1]))
@@ -122,6 +130,11 @@ def _native(loads: Loads, name: str, dtype: str) -> str:
                 try:
                     held += agrees(operator, offered[operator], due, *args, **kwargs)
                     _same_shape(operator, due, args, kwargs)
+                    if rows == MANY:
+                        more = operator, offered[operator], operator_of(operator), args, kwargs
+                        with torch.inference_mode():
+                            keeps_nothing(*more)
+                            runs_beside_itself(*more)
                     siblings.setdefault((operator, args[0].shape), []).append((args, kwargs))
                 except WrongError as error:
                     raise WrongError(f"{where}, {rows} rows: {error}") from None
