@@ -20,6 +20,7 @@ from jackfield.api import LoadArguments, PlanArguments
 from jackfield.cli.answers import instead_of_flag
 from jackfield.cli.app import app
 from jackfield.cli.flag_words import WORDS
+from jackfield.cli.server_flags import instead_of_flag_of_server
 from jackfield.errors import (
     CheckpointError,
     ExecutionError,
@@ -256,6 +257,7 @@ TYPED: list[tuple[str, Any, dict[str, Any]]] = [
     ("guided_decoding", {"regex": "a"}, {"regex": "a"}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}},
      {"json_schema": {"type": "null"}}),
+    ("response_format", {"type": "json_object"}, {"json_schema": {"type": "object"}}),
     ("gpu_memory_utilization", 0.5, {"cache_implementation": "paged?memory=0.5"}),
     ("tensor_parallel_size", 4, {"tp_size": 4}),
     ("max_num_seqs", 64, {"max_batch_size": 64}),
@@ -290,6 +292,38 @@ def test_a_command_line_is_answered_for_a_command_line(command: str) -> None:
             said = instead_of_flag(given, known) or ""
             assert "engine." not in said.replace("in Python: engine.generate", ""), (given, said)
             assert "jackfield.load(" not in said, (given, said)
+
+
+#: flag of a benchmark of others -> ours
+BENCHES = {
+    "--batch-size": "--batch", "-n": "--new-tokens", "-p": "--prompt-tokens", "-r": "--rounds",
+    "--num-prompts": "--requests", "--input-len": "--prompt-tokens",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", BENCHES)
+def test_what_a_benchmark_is_told_is_a_flag_of_ours(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["bench", flag, "4"]) == 2
+    assert capsys.readouterr().err.endswith(f"{flag}; write {BENCHES[flag]} N\n")
+    assert cli.run(["bench", BENCHES[flag], "x"]) == 2
+    assert "valid int" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["-cnv", "-no-cnv", "-sys", "-hf", "-r", "--grammar-file"])
+def test_flags_of_llama_cpp_are_known_whole(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "hi", flag, "x"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: No such option: {flag}; ")
+
+
+def test_drafts_by_n_grams_need_no_model() -> None:
+    for flag, value in (
+        ("--speculative-config", {"method": "ngram"}),
+        ("--speculative-model", "[ngram]"),
+    ):
+        assert instead_of_flag_of_server(flag, value) == "write --decoding prompt_lookup"
 
 
 @pytest.mark.parametrize("command", ["generate", "explain", "serve"])

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import jackfield
+from jackfield.bridge.meta_model import meta_model
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.compiler.native import kept, warmed
@@ -399,6 +400,28 @@ def test_engines_of_several_threads_trace_one_after_another(folder: Path) -> Non
     with ThreadPoolExecutor(3) as threads:
         said = [one[0] for one in threads.map(generate, models)]
     assert said == [said[0]] * 3
+
+
+def test_no_model_is_built_while_another_is_traced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own variables say that somebody traces, to all threads."""
+    export, begun, ended = torch.export.export, threading.Event(), threading.Event()
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        time.sleep(0.5)
+        found = export(*args, **kwargs)
+        ended.set()
+        return found
+
+    monkeypatch.setattr(torch.export, "export", slowly)
+    with ThreadPoolExecutor(1) as threads:
+        said = threads.submit(generate, copy.deepcopy(build("llama")))
+        assert begun.wait(60)
+        meta_model(build("llama").config)
+        assert ended.is_set()
+        assert said.result()
 
 
 def test_what_python_reads_from_a_tensor_is_in_no_graph() -> None:

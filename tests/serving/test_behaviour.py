@@ -340,6 +340,30 @@ def test_a_model_that_cannot_be_loaded_is_503_once_for_all_that_wait(error: Exce
         assert httpx.get(f"{served.url}/health/ready").status_code == 503
 
 
+def test_a_model_without_a_tokenizer_is_refused() -> None:
+    def load(source: Any, **given: Any) -> Engine:
+        engine = jackfield.load(source, **given)
+        engine.tokenizer = None
+        engines.append(engine)
+        return engine
+
+    engines: list[Engine] = []
+    with serving(load, preload=False) as served:
+        answer = ask(served)
+        assert answer.status_code == 503
+        assert (
+            "demo has no tokenizer, and a server answers with text" in error_of(answer)["message"]
+        )
+    assert all(engine.closed for engine in engines)
+
+
+def test_a_seed_of_minus_one_is_any(calm: Served) -> None:
+    texts = {
+        ask(calm, seed=-1, temperature=2.0, most=12).json()["choices"][0]["text"] for _ in range(4)
+    }
+    assert len(texts) > 1
+
+
 def test_a_client_that_goes_during_a_load_takes_nobody_s_model() -> None:
     loads = []
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jackfield.cli.flag_words import NEGATED, SHORT, SO, WORDS, for_a_command
+from jackfield.cli.flag_words import NEGATED, OF_BENCH, SHORT, SO, WORDS, for_a_command
 from jackfield.requests.arguments import OF_LOADING
 from jackfield.requests.habits import (
     COMMANDS,
@@ -45,6 +45,8 @@ def instead_of_flag(flag: str, known: Collection[str], value: Any = None) -> str
     name = SHORT.get(flag, flag.lstrip("-").replace("-", "_"))
     if (ours := f"--{name.replace('_', '-')}") in known:
         return f"write {ours}"
+    if (ours := OF_BENCH.get(name, "")) in known and "--set" not in known:
+        return f"write {ours} N"
     if name.startswith("no_") and name not in REQUESTS:
         return _instead_of_no(name.removeprefix("no_"), known)
     if is_neutral(name, value):

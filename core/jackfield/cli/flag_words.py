@@ -51,6 +51,14 @@ WORDS: Mapping[str, str] = {
     "truncate": "a prompt that is too long is an error; shorten it",
     "override_generation_config": "write --set key=value for each of its settings",
     "prompt_cache": "drop it: prompts are kept while a command runs, and in no file",
+    "conversation": "`jackfield chat` goes on; `generate --chat` answers once",
+    "no_conversation": "drop it: `jackfield generate` answers once",
+    "system_prompt": "there is none: a server and Python take messages of the role system",
+    "reverse_prompt": "write --stop TEXT",
+    "grammar_file": "write --set 'grammar=\"…\"', a grammar as Lark has them",
+    "file": "write \"$(cat FILE)\" as the prompt",
+    "color": "drop it: nothing is coloured",
+    "mlock": "drop it: memory is not locked",
 }  # fmt: skip
 
 #: What begins with "no": the keyword without it -> the answer.
@@ -69,7 +77,19 @@ SHORT: Mapping[str, str] = {
     "-c": "n_ctx", "-ctk": "cache_type_k", "-ctv": "cache_type_v", "-fa": "flash_attn",
     "-m": "model_id", "-n": "n_predict", "-ngl": "n_gpu_layers", "-p": "prompt",
     "-s": "random_seed", "-t": "n_threads", "-b": "n_batch", "-ub": "n_ubatch",
-    "-q": "quiet", "-v": "verbose",
+    "-q": "quiet", "-v": "verbose", "-cnv": "conversation", "-no-cnv": "no_conversation",
+    "-sys": "system_prompt", "-md": "model_draft", "-r": "reverse_prompt", "-hf": "model_id",
+    "-i": "conversation", "-f": "file",
+}  # fmt: skip
+
+
+#: What `bench` calls what others give to a benchmark by these names.
+OF_BENCH: Mapping[str, str] = {
+    "batch_size": "--batch", "max_batch_size": "--batch", "n_predict": "--new-tokens",
+    "n_gen": "--new-tokens", "max_tokens": "--new-tokens", "max_new_tokens": "--new-tokens",
+    "output_len": "--new-tokens", "prompt": "--prompt-tokens", "n_prompt": "--prompt-tokens",
+    "input_len": "--prompt-tokens", "num_prompts": "--requests", "reverse_prompt": "--rounds",
+    "repetitions": "--rounds", "num_iters": "--rounds",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jackfield.cli.flag_words import SO
+from jackfield.cli.flag_words import SHORT, SO
 from jackfield.requests.instead import is_neutral
 
 _ONE_PROCESS = "there is none: processes of one machine share a model's layers with --tp N"
@@ -26,7 +26,9 @@ _LOGS = "drop it: logs are lines of JSON, without prompts unless --log-texts"
 _TEXT = "there is none: texts are made here, and no embeddings"
 _OWN = "there is none: the model's own counts, and fields of each request go before it"
 _DRAFTS = "write --decoding 'assisted?num_assistant_tokens=N' --assistant-model MODEL"
-_CACHE_BITS = "write --cache 'quantized?nbits=4'"
+_CACHE_BITS = (
+    "there is none of 8 bits: --cache 'quantized?nbits=4' has 4, with optimum-quanto or hqq"
+)
 _FILES = "there is none: weights are read from safetensors or GGUF"
 
 #: answer -> the flags that it answers, without dashes; those of one dash are in `_SHORT`
@@ -155,7 +157,8 @@ FLAGS |= {short: FLAGS[f"--{name}"] for short, name in _SHORT.items()}
 def as_written(flag: str, arguments: Sequence[str]) -> str:
     """`flag` as `arguments` have it: of one like -ngl a parser tells the first letter alone."""
     words = (argument.partition("=")[0] for argument in arguments)
-    return next((w for w in words if len(flag) == 2 and w in FLAGS and w.startswith(flag)), flag)
+    known = FLAGS.keys() | SHORT.keys()
+    return next((w for w in words if len(flag) == 2 and w in known and w.startswith(flag)), flag)
 
 
 def instead_of_flag_of_server(flag: str, value: Any = None) -> str | None:
@@ -164,4 +167,6 @@ def instead_of_flag_of_server(flag: str, value: Any = None) -> str | None:
     name = _SHORT.get(flag, flag.lstrip("-")).replace("-", "_")
     if is_neutral(name, value) and not (value is True and name in _SAID_TRUE):
         return SO
+    if name in ("speculative_config", "speculative_model") and "ngram" in str(value):
+        return "write --decoding prompt_lookup"
     return FLAGS.get(flag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
     ModelStep = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+#: Held while a model is built or read, and by a compiler while it traces: torch says of the whole
+#: process, in variables of its own, that it traces.
+TRACING = threading.RLock()
 
 #: What a model needs of its attention -> why a step of it cannot be compiled. The compiled part
 #: ends at the attention, which is called as it is: with the mask that transformers makes.

@@ -182,9 +182,10 @@ class KVCache(ABC):
     def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
         """Forget `dropped`; then the second of each pair begins with what is cached of the first.
 
-        Called after `commit`, where the backend declares `forks`. In a cache with
-        `continuous = False`, rows that stay keep their order, and the new ones come behind them in
-        the order of `copies`.
+        Called after `commit`, where the backend declares `forks`. A fork has no room to ask for:
+        copies share what is cached, and what they need of their own is found in the next step, to
+        which `fits` may say no. In a cache with `continuous = False`, rows that stay keep their
+        order, and the new ones come behind them in the order of `copies`.
 
         Changes: sets `num_cached` of each second to that of its first; anything else is a
         PluginError.

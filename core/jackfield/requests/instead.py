@@ -76,6 +76,8 @@ def of_request(name: str, value: Any) -> str:
                 if theirs == "json_schema" and isinstance(said, Mapping):
                     said = said.get("schema", said)
                 return f"write {ours}={_shown(said)}"
+        if within and value.get("type") == "json_object":
+            return "write json_schema={'type': 'object'}"
         if name == "logit_bias" and (biases := _biases(value)):
             return f"write sequence_bias={_shown(biases)}"
     return _with_value(name, _chosen(REQUESTS, name, value), value)

@@ -28,8 +28,11 @@ LOADING: Mapping[str, tuple[Any, ...]] = {
         (True, False),
     ),
     **dict.fromkeys(
-        ("attention_backend", "flash_attn", "guided_decoding_backend", "kv_cache_dtype",
-         "tokenizer_mode"), ("auto",),
+        ("attention_backend", "flash_attn", "guided_decoding_backend", "tokenizer_mode"), ("auto",),
+    ),
+    **dict.fromkeys(
+        ("cache_type_k", "cache_type_v", "kv_cache_dtype", "type_k", "type_v"),
+        ("auto", "f16", "bf16", "f32"),
     ),
     **dict.fromkeys(
         ("n_ctx", "node_rank", "main_gpu", "swap_space", "cpu_offload_gb", "rope_freq_base",

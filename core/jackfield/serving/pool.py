@@ -129,9 +129,8 @@ class Served:
         try:
             if engine.tokenizer is None:
                 raise UsageError(
-                    f"{self.name} has no tokenizer, and a server answers with text: put the files "
-                    "of its tokenizer beside its weights, or name another folder or model as "
-                    f"tokenizer under [models.{self.name}]"
+                    f"{self.name} has no tokenizer, and a server answers with text: put its "
+                    "tokenizer.json beside the weights, or ask for token ids in Python"
                 )
             check_own_settings(engine, self.name)
         except UsageError:

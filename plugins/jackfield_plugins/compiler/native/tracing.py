@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +12,13 @@ from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export.graph_signature import InputKind
 
+from jackfield.contracts.compiling import TRACING
 from jackfield_plugins.compiler.native.graph import Graph, Input, Node, Ref, meta_of
 
 #: Operators of a traced step that compute nothing.
 _CHECKS = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scalar.default"})
 _PREFIX = "model."
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-#: torch.export says of the whole process that it traces.
-_one_by_one = threading.Lock()
 
 
 class _Step(nn.Module):
@@ -43,7 +41,7 @@ def trace(step: Callable[..., Any], model: nn.Module, rows: int, width: int) -> 
     After torch.export, non-strict: the model's Python runs once, on tensors without data.
     """
     example = torch.zeros(rows, width, dtype=torch.int64)
-    with _one_by_one, torch.no_grad(), warnings.catch_warnings():
+    with TRACING, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exported = torch.export.export(
             _Step(model, step), (example, example.clone()), strict=False
