@@ -333,7 +333,7 @@ def test_an_engine_that_was_closed_leaves_nothing_behind() -> None:
         ("llama", {"deterministic": True}, "is not batch-invariant"),
         ("llama", {"cache_implementation": "offloaded"}, "not known to work with steps that are"),
         ("falcon-alibi", {}, "cannot take the model's own attention out"),
-        ("llama", {"kernels": "triton-rms-norm"}, "is called and counted one by one"),
+        ("llama", {"kernels": "triton-rms-norm"}, "cannot be traced, and steps are"),
         ("lfm2", {}, "cannot take the state of linear-attention layers out"),
         ("diffllama", {}, "needs one attention call for each cached layer"),
         ("mixtral", {"dtype": "float64"}, "needs experts in a grouped product"),

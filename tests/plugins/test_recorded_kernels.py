@@ -150,7 +150,7 @@ def test_who_cannot_be_recorded_is_refused_or_goes_first(tapes: None) -> None:
         load("counter")
     with load("counter", compile=AUTO) as engine:
         assert engine.plan["compiler"].registered.name == "none"
-    with pytest.raises(PlanError, match="is called and counted one by one"):
+    with pytest.raises(PlanError, match="cannot be traced, and steps are"):
         load("doubler", compile="cuda_graph?fuse=true")
 
 

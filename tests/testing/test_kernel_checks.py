@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import right_kernel as right
+import torch
 from kernel import ZOO, mlp, of, right_mlp
 from right_kernel import Right, RightRotary
 from wrong import Wrong, assert_caught, assert_right, judged, sampled
@@ -60,6 +62,43 @@ def test_right_ones_pass(backend: Any) -> None:
 @pytest.mark.one_in(4)
 def test_a_wrong_kernel_is_caught(wrong: Wrong) -> None:
     assert_caught(wrong)
+
+
+def of_numpy(module: Any) -> Any:
+    """Right, and nothing that a compiler could read."""
+
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        own = right.make(module)(rows)
+        return torch.from_numpy(own.float().numpy()).to(rows.dtype)
+
+    return forward
+
+
+def as_if_traced_once(module: Any) -> Any:
+    """Another function while a compiler reads it."""
+
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        found = right.make(module)(rows)
+        return found * 1.01 if torch.compiler.is_compiling() else found
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("make", "offered", "told"),
+    [
+        (of_numpy, {}, "it cannot be traced"),
+        (as_if_traced_once, {}, "what a compiler traces of it is"),
+        (right.make, {"aten.cat.default": print}, "its functions call none of them"),
+        (right.make, 7, "native_operators must return a dict, got 7"),
+    ],
+)
+def test_what_cannot_be_traced_as_it_is_declared(make: Any, offered: Any, told: str) -> None:
+    has = {"native_operators": lambda self: offered}
+    with uninstalled(of(make, has, traceable=True)()) as subject:
+        found = [verdict(c) for c in checks_of(subject) if ".traced.float32" in c.name]
+    assert [one.outcome for one in found] == ["failed"]
+    assert told in found[0].message
 
 
 @pytest.mark.long

@@ -51,14 +51,15 @@ class CompiledForward:
 
     `attend` is the attention as it is called in steps that are not compiled, `native` the calls in
     its place, if there are any, and `attended` counts those that ran; set when it is bound, and
-    `layers`, kernels that are in their place in steps that are not compiled. `operators` are those
-    of the plan's backends.
+    `layers`, kernels that are in their place in steps that are not compiled; `traced` are those
+    that are in compiled ones too. `operators` are those of the plan's backends.
     """
 
     attend: Attend
     attended: Callable[[Seq[int]], None]
     native: NativeAttention | None = None
     layers: Seq[Layers] = ()
+    traced: Seq[Layers] = ()
 
     def __init__(
         self,
@@ -178,6 +179,8 @@ class CompiledForward:
         with within(step), self._guard:
             logits = self._compiled(ids, positions, keep)
         self.steps += 1
+        for layers in self.traced:
+            layers.played(layers.replaced)
         self._check(logits, ids, keep)
         logits = logits[:rows, columns].reshape(inputs.rows, -1, logits.shape[-1])
         return logits if inputs.row_of is None else logits.index_select(0, inputs.row_of)

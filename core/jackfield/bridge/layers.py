@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from jackfield.bridge.layer_proof import prove
+from jackfield.bridge.opaque import is_read
 from jackfield.bridge.rotary import prove_rotations, rotating_by
 from jackfield.contracts import BindContext, FusedLayer, FusedRotary
 from jackfield.errors import ExecutionError, PlanError, PluginError, first_line, quoted
@@ -37,6 +38,7 @@ class Layers:
         self.calls = 0
         self._noted: list[nn.Module] | None = None  # what is called in a step that is recorded
         self._forwards = self._proven(fused, modules, context)
+        self._made_by = (f"{registered} {context.options!r}", type(registered.backend).__module__)
         self.replaced = len(self._forwards)
         whose = f" of {fused.source}" if fused.source else ""
         self.source = f"{self.replaced} {_names(self._forwards)}{whose}"
@@ -44,7 +46,7 @@ class Layers:
     def install(self) -> Callable[[], None]:
         """Put the kernel into its layers. Returns the function that takes it out."""
         for module, forward in self._forwards:
-            module.forward = _InPlace(module, forward)
+            module.forward = _InPlace(module, forward, self._made_by)
 
         def restore() -> None:
             for module, _ in self._forwards:
@@ -90,6 +92,8 @@ class Layers:
 
     def _count(self, module: nn.Module) -> None:
         """What stands in for a layer's own is called."""
+        if is_read():
+            return  # `played` counts steps that are compiled
         if self._noted is None:
             self.calls += 1
         else:
@@ -117,8 +121,12 @@ class Layers:
 class _InPlace:
     """A kernel in the place of the `forward` of `module`. A copy of that has its class's own."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], made_by: tuple[str, str]
+    ) -> None:
         self._module, self._forward = module, forward
+        #: Whose function it is, and in which file: a graph that was traced with it is kept by that.
+        self.made_by = made_by
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""What a quantizer offers as functions in C is held to its Python functions before a step runs one.
+"""What a quantizer or a kernel offers as functions in C is held to its Python functions, before a
+step runs one.
 
 A call is proven when it is laid out: for every weight, and for every shape of what is multiplied
 with one. Random numbers go into the step's own tensors, so what reads or writes elsewhere is found
@@ -26,14 +27,22 @@ _REST = 0.5  # seconds
 _IN_A_SUM = 4 * torch.finfo(torch.float32).eps  # by the root of how many are added
 
 
-def held_offers(quantizer: Registered, model: nn.Module) -> NativeOperators:
-    """What `quantizer` offers; what asks for a call gets PluginError where it is wrong."""
-    with guarded(quantizer, "native_operators"):
-        offered = quantizer.backend.native_operators()  # type: ignore[attr-defined]
-    if not isinstance(offered, Mapping):
-        raise fault(quantizer, f"native_operators must return a dict, got {quoted(offered)}")
-    owned = _Owned(model)
-    return {name: _Held(quantizer, name, native, owned) for name, native in offered.items()}
+def held_offers(whose: Sequence[Registered], model: nn.Module) -> NativeOperators:
+    """What a quantizer and kernels offer; who asks for a call gets PluginError where it is wrong.
+
+    Raises PluginError where two offer one operator.
+    """
+    owned, found = _Owned(model), dict[str, _Held]()
+    for registered in whose:
+        with guarded(registered, "native_operators"):
+            offered = registered.backend.native_operators()  # type: ignore[attr-defined]
+        if not isinstance(offered, Mapping):
+            raise fault(registered, f"native_operators must return a dict, got {quoted(offered)}")
+        for name, native in offered.items():
+            if name in found:
+                raise fault(registered, f"offers {name}, and so does another backend of the plan")
+            found[name] = _Held(registered, name, native, owned)
+    return found
 
 
 class _Owned:
@@ -73,9 +82,9 @@ class _Asked(NamedTuple):
 class _Held:
     """One operator: `native`, each of whose calls is proven once."""
 
-    def __init__(self, quantizer: Registered, name: str, native: Native, owned: _Owned) -> None:
-        self._quantizer, self._name, self._native = quantizer, name, native
-        self._guard = guarded(quantizer, f"the native operator of {name}")
+    def __init__(self, whose: Registered, name: str, native: Native, owned: _Owned) -> None:
+        self._whose, self._name, self._native = whose, name, native
+        self._guard = guarded(whose, f"the native operator of {name}")
         self._operator = self._found(name)
         self._owned = owned
         self._siblings: list[_Asked] = []  # of the last input
@@ -87,7 +96,7 @@ class _Held:
             found: Any = operator_of(name)
         except (AttributeError, ValueError):
             raise fault(
-                self._quantizer,
+                self._whose,
                 f"native_operators has {quoted(name)}, which is no operator of torch; a name is "
                 "'library.operator.overload', as in 'mine.linear.default'",
             ) from None
@@ -194,7 +203,7 @@ class _Held:
             )
 
     def _fault(self, what: str) -> Exception:
-        return fault(self._quantizer, f"the native operator of {self._name} {what}")
+        return fault(self._whose, f"the native operator of {self._name} {what}")
 
 
 def _of(out: torch.Tensor) -> str:

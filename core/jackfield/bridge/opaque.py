@@ -162,7 +162,7 @@ def tracing() -> Iterator[None]:
         _now.tracing = before
 
 
-def _is_read() -> bool:
+def is_read() -> bool:
     """Whether a compiler reads this call.
 
     What torch says outside of Dynamo is of the whole process: of another engine's compiler, too.
@@ -178,7 +178,7 @@ def opaque(attend: Attend) -> Attend:
     def forward(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
     ) -> Any:
-        if _is_read():
+        if is_read():
             return _operator(query, key, value, module.layer_idx, *_travelling(kwargs)), None
         step = _now.step
         if isinstance(step, OpaqueStep):
@@ -199,7 +199,7 @@ def unmasked(mask: Callable[..., Any]) -> Callable[..., Any]:
     """`mask`, which makes none where a compiler reads it; see `OpaqueStep.masks`."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        if _is_read():  # which comes first: torch 2.11 cannot read what a step is
+        if is_read():  # which comes first: torch 2.11 cannot read what a step is
             return None
         step = _now.step
         if isinstance(step, OpaqueStep) and step.run_as_it_is:

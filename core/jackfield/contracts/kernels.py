@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import BindContext, Recordable, unknown
+from jackfield.contracts.native import NativeOperators
 from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements, one_process
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class KernelCapabilities:
             for nothing, read nothing on the host, and launch the same for the same shapes.
         beside_compiled: It is for many tokens at once, so where steps are compiled it may be left
             out of those: there, layers are the model's own, and it replaces them in the others.
+        traceable: A compiler may trace its functions: while `torch.compiler.is_compiling()`, they
+            are code of torch, or call an operator of `torch.library` that has a fake.
 
     Raises:
         ValueError: A name is unknown, or a set is empty.
@@ -40,6 +43,7 @@ class KernelCapabilities:
     batch_invariant: bool = False
     recordable: bool = False
     beside_compiled: bool = False
+    traceable: bool = False
 
     def __post_init__(self) -> None:
         unknown(self.dtypes, DTYPES, "dtype")
@@ -162,8 +166,8 @@ class Kernel(Recordable):
             reasons.append(
                 f"does not run with dtype {r.dtype} (only {', '.join(sorted(can.dtypes))})"
             )
-        if r.traced and not can.beside_compiled:
-            reasons.append("is called and counted one by one, and steps are compiled as a whole")
+        if r.traced and not (can.beside_compiled or can.traceable):
+            reasons.append("cannot be traced, and steps are compiled as a whole")
         if r.offloaded or r.several_places:
             where = r.several_places or ", ".join(r.offloaded)
             reasons.append(f"replaces layers on one device only, and weights lie on {where}")
@@ -200,6 +204,14 @@ class Kernel(Recordable):
         Args:
             context: `model` on its device. The engine puts the functions in, not `bind`.
         """
+
+    def native_operators(self) -> NativeOperators:
+        """The operators of torch that its functions call while a compiler traces them, and that
+        are functions in C as well; by name.
+
+        Asked when a model is bound whose steps are compiled, of one that is `traceable`.
+        """
+        return {}
 
     def flaws(self) -> list[str]:
         found = super().flaws()

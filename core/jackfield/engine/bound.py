@@ -18,7 +18,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.state_layers import state_layers
 from jackfield.bridge.unchanged import Unchanged
-from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantizer
+from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
 from jackfield.engine.adapters import Adapters
 from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.encoded import EncodedCache
@@ -28,6 +28,7 @@ from jackfield.engine.stateful import StatefulCache
 from jackfield.errors import ExecutionError, PlanError, UsageError
 from jackfield.guarded import all_of
 from jackfield.planning.beside import Beside
+from jackfield.planning.fused import is_traceable
 from jackfield.planning.planning import Plan
 from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO
@@ -71,15 +72,15 @@ class BoundModel:
         self.model = model
         self.plan = plan
         self.attention: AttentionBinding  # bound with `install`, into transformers' tables
-        self.compiled = self._compiled()
-        self._forward = self.compiled or forward_of(
-            model, fixed_shapes=plan.requirements.batch_invariant
-        )
         dtype = plan.requirements.dtype
         self.adapters = None if beside is None else Adapters(model, beside, dtype)
         self.adapter = self._switch()
         self.layers = bind_layers(
             plan.kernels, model, lambda choice: self.context("kernel", choice)
+        )
+        self.compiled = self._compiled()
+        self._forward = self.compiled or forward_of(
+            model, fixed_shapes=plan.requirements.batch_invariant
         )
         # Last, as it takes memory that whoever fails behind it would have to give back.
         cache = plan["cache"].registered
@@ -174,9 +175,9 @@ class BoundModel:
         from jackfield.bridge.compiled import CompiledForward
         from jackfield.bridge.native_offers import held_offers
 
-        quantizer = self.plan["quantizer"].registered
-        assert isinstance(quantizer.backend, Quantizer)
-        operators = held_offers(quantizer, self.model)
+        kernels = [choice.registered for choice in self.plan.kernels]
+        offering = [self.plan["quantizer"].registered, *filter(is_traceable, kernels)]
+        operators = held_offers(offering, self.model)
         compiler = self.plan["compiler"].registered
         sources = dict(self.plan.requirements.shared_layers)
         return CompiledForward(self.model, compilation, compiler, operators, sources)
@@ -227,10 +228,12 @@ class BoundModel:
         except BaseException:
             self.attention.remove()
             raise
-        if self.compiled is not None and self.plan.requirements.traced:
-            self.compiled.layers = self.layers
-        else:
-            undo += [layers.install() for layers in self.layers]
+        traced = self.compiled is not None and self.plan.requirements.traced
+        inside = [layers for layers in self.layers if not traced or is_traceable(layers.registered)]
+        undo += [layers.install() for layers in inside]
+        if self.compiled is not None and traced:
+            self.compiled.traced = inside
+            self.compiled.layers = [layers for layers in self.layers if layers not in inside]
         if isinstance(self.cache, StatefulCache):
             undo.append(self.cache.install())
         if self.plan.requirements.tp_size > 1:

@@ -11,12 +11,18 @@ from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO, Selectable, Selection, parse_all
 
 if TYPE_CHECKING:
-    from jackfield.contracts import Requirements
-    from jackfield.registry.backends import Registry
+    from jackfield.contracts import KernelCapabilities, Requirements
+    from jackfield.registry.backends import Registered, Registry
 
 
 #: The name of no kernel, where `auto` would take some.
 NO_KERNEL = "none"
+
+
+def is_traceable(registered: Registered) -> bool:
+    """Whether a compiler may trace a kernel's functions."""
+    can: KernelCapabilities = registered.backend.capabilities  # type: ignore[attr-defined]
+    return can.traceable
 
 
 def chosen_kernels(

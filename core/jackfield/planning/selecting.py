@@ -10,7 +10,7 @@ from typing import Any
 from jackfield.contracts import Requirements
 from jackfield.errors import PlanError, SelectionError
 from jackfield.planning.candidates import Candidates
-from jackfield.planning.fused import chosen_kernels
+from jackfield.planning.fused import chosen_kernels, is_traceable
 from jackfield.planning.keywords import selected
 from jackfield.planning.planning import Plan
 from jackfield.planning.solving import ORDER, Solution, failure, solve
@@ -43,12 +43,17 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     needs = implied(needs, beside)
     selections = _plain_selections({**selections, "decoding": first})
     plan = _solved(registry, needs, selections)
+    chosen = selections["compiler"] == AUTO and plan.requirements.compiled
     try:
         found = chosen_kernels(registry, plan.requirements, kernels)
     except PlanError:
-        if selections["compiler"] != AUTO or not plan.requirements.compiled:
+        if not chosen:
             raise
-        # Layers that are called one by one can do without what `auto` compiles.
+        found = None
+    inside = plan.requirements.traced and any(is_traceable(one.registered) for one in found or ())
+    if found is None or (chosen and inside):
+        # Layers that are called one by one can do without what `auto` compiles, and no graph that
+        # it finds on disk has a kernel in it.
         plan = _solved(registry, needs, {**selections, "compiler": "none"})
         plain = replace(plan["compiler"], how=AUTO)
         plan = replace(plan, choices={**plan.choices, "compiler": plain})

@@ -10,7 +10,7 @@ import torch
 
 from jackfield.errors import JackfieldError
 from jackfield.testing.checks import Check, NotTriedError, WrongError
-from jackfield.testing.kernel import numbers, rotary, whole
+from jackfield.testing.kernel import numbers, rotary, traced, whole
 from jackfield.testing.kernel.keeping import inplace, repeated, together
 from jackfield.testing.kernel.layers import (
     WHERE,
@@ -124,6 +124,12 @@ def _of_a_class(subject: Subject, title: str, model: str) -> Iterator[Check]:
         return lambda _: run(layers(subject, title, model, **how), subject.seed)
 
     yield Check(f"{title}.repeated", f"{title}: calls one after the other", every(repeated))
+    if can.traceable:
+        for dtype in sorted(can.dtypes):
+            yield Check(
+                f"{title}.traced.{dtype}", f"traceable, {dtype}, {title}",
+                every(partial(traced.checked, subject), dtype=dtype),
+            )  # fmt: skip
     for dtype in sorted(can.dtypes):
         yield Check(
             f"{title}.parameters.{dtype}", f"{title}: the layer's own parameters, {dtype}",

@@ -113,10 +113,15 @@ def _key_of(model: nn.Module, reached: Reached, torchs: str) -> str | None:
         if first[id(module)] != name:
             continue
         hooks: Any = (module._forward_hooks, module._forward_pre_hooks)
-        if any(hooks) or "forward" in vars(module):
+        kernel = getattr(vars(module).get("forward"), "made_by", None)
+        if any(hooks) or (kernel is None and "forward" in vars(module)):
             return None
+        if kernel is not None:
+            whole.append(f"{name} by {kernel[0]} {_sources_of(kernel[1])}")
         whole.append(f"{name} {type(module).__module__}.{type(module).__qualname__}")
-        whole.append(prints.of(settings_of(module)))
+        settings = settings_of(module)
+        settings.pop("forward", None)
+        whole.append(prints.of(settings))
         for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
             for key, tensor in tensors.items():
                 told = None if tensor is None else (tensor.dtype, [*tensor.shape], tensor.stride())

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
-from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities, Requirements
+from jackfield.contracts import (
+    BindContext,
+    FusedLayer,
+    Kernel,
+    KernelCapabilities,
+    NativeOperators,
+    Requirements,
+)
 from jackfield_plugins.kernel.cpu_rms_norm.build import KERNEL
 from jackfield_plugins.kernel.rms_norm import is_rms_norm
 
@@ -21,6 +28,7 @@ class CpuRmsNorm(Kernel):
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"bfloat16", "float32"}),
         batch_invariant=True,
+        traceable=True,
     )
 
     def available(self) -> list[str]:
@@ -31,6 +39,11 @@ class CpuRmsNorm(Kernel):
 
     def fits(self, module: nn.Module, options: Any) -> bool:
         return is_rms_norm(module)
+
+    def native_operators(self) -> NativeOperators:
+        from jackfield_plugins.kernel.cpu_rms_norm.call import native_rms_norm
+
+        return {"jackfield.cpu_rms_norm.default": native_rms_norm}
 
     def bind(self, context: BindContext) -> FusedLayer:
         from jackfield_plugins.kernel.cpu_rms_norm.call import rms_norm_of
