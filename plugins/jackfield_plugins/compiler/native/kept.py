@@ -40,17 +40,13 @@ class KeptGraphs:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        classes = list(dict.fromkeys(type(module) for module in model.modules()))
-        reached = Reached(classes)
-        torchs = [place for place in torch_code(classes, reached.names) if place.found is not None]
-        named = {place.label: own_name(place.found) for place in torchs}
-        self.replaced = next((label for label, name in named.items() if name is None), None)
+        self.replaced = next((at for at, name in _torchs(model).items() if name is None), None)
         self._key: str | None = None
         self._folder: Path | None = None
         if self.replaced is None:
             # An attribute may have no plain form.
             with contextlib.suppress(TypeError, ValueError):
-                self._key = _key_of(model, reached, repr(named))
+                self._key = _key_of(model)
         if self._key is None:
             return
         try:
@@ -100,11 +96,22 @@ class KeptGraphs:
         return self._folder / f"{self._key}-{rows}x{width}.json"
 
 
-def _key_of(model: nn.Module, reached: Reached, torchs: str) -> str | None:
+def _reached(model: nn.Module) -> Reached:
+    return Reached(dict.fromkeys(type(module) for module in model.modules()))
+
+
+def _torchs(model: nn.Module) -> dict[str, str | None]:
+    """Where what a model's code calls of torch lies -> what torch calls it; None: it is not its."""
+    classes = dict.fromkeys(type(module) for module in model.modules())
+    places = torch_code(classes, _reached(model).names)
+    return {at: own_name(found) for at, _, _, found in places if found is not None}
+
+
+def _key_of(model: nn.Module) -> str | None:
     """Stands for what `model` is; None where somebody's hook could be anything."""
     prints = Fingerprints()
     whole = [f"{name} {version(name)}" for name in _LIBRARIES]
-    whole += [_own_sources(), str(torch.get_default_dtype()), torchs]
+    whole += [_own_sources(), str(torch.get_default_dtype()), repr(_torchs(model))]
     if any(EVERYWHERE):
         return None
     first: dict[int, str] = {}  # of each part: one that several share is in a graph by this name
@@ -126,6 +133,7 @@ def _key_of(model: nn.Module, reached: Reached, torchs: str) -> str | None:
             for key, tensor in tensors.items():
                 told = None if tensor is None else (tensor.dtype, [*tensor.shape], tensor.stride())
                 whole.append(f"{kind} {key} {told} {first.setdefault(id(tensor), f'{name}.{key}')}")
+    reached = _reached(model)
     whole += prints.of_places(reached.places.values())
     whole += map(_sources_of, sorted(reached.modules))
     return hashlib.sha256("\0".join(whole).encode(errors="surrogatepass")).hexdigest()[:24]
