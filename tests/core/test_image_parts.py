@@ -21,7 +21,7 @@ import pytest
 from jackfield.bridge import image_parts
 from jackfield.bridge.image_parts import Picture, has_images, opened, taken_out
 from jackfield.bridge.image_reader import ImageReader, ReadImage
-from jackfield.contracts.compiling import TRACING
+from jackfield.bridge.quiet import LOADING
 from jackfield.engine import prompt_images
 from jackfield.engine.prompt_images import PromptImages
 from jackfield.errors import PromptError
@@ -287,7 +287,7 @@ def test_an_image_that_somebody_has_is_not_processed_again() -> None:
 def test_an_image_is_read_while_a_model_is_loaded() -> None:
     """Which may take minutes, and for which other threads are kept from transformers' loggers."""
     reader = ImageReader(Processor())
-    with TRACING, ThreadPoolExecutor(1) as pool:
+    with LOADING, ThreadPoolExecutor(1) as pool:
         found = pool.submit(reader.read, "here", opened("here", image())).result(60)
     assert found.text == "<image>" * 3
 

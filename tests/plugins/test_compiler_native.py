@@ -36,6 +36,7 @@ from jackfield.demo import MODEL_PATH
 from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.compiler.native import kept, warmed
 from jackfield_plugins.compiler.native.graph import Graph
+from jackfield_plugins.compiler.torch_code import own_name
 from jackfield_plugins.native import keeping
 
 if TYPE_CHECKING:
@@ -352,6 +353,12 @@ def test_code_that_somebody_puts_in_the_place_of_torchs(
     with load(build("llama")) as other:
         assert other.generate([5, 6, 7], max_new_tokens=8)[0].token_ids == before.token_ids
     assert after.token_ids == before.token_ids
+
+
+@pytest.mark.parametrize("wrapped", [torch.no_grad(), torch.compiler.disable])
+def test_a_decorator_of_torchs_makes_no_function_torchs(wrapped: Any) -> None:
+    assert own_name(wrapped(rolled(F.silu))) is None
+    assert own_name(F.silu) == "torch.nn.functional.silu"
 
 
 def test_one_of_torchs_functions_in_the_place_of_another(

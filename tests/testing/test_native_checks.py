@@ -1,10 +1,8 @@
-"""What the kit does to native calls: their arguments change, and two threads run them at once."""
+"""Native calls that lie are found beside the Python function that they stand for."""
 
 from __future__ import annotations
 
 import ctypes
-import struct
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,74 +11,126 @@ import torch
 
 from jackfield.contracts import NativeCall
 from jackfield.testing.checks import WrongError
-from jackfield.testing.native import keeps_nothing, runs_beside_itself
+from jackfield.testing.native import Heard, agrees
 
-Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-X, SCALE = torch.arange(12.0).view(3, 4), torch.tensor([1.0, 2.0, 3.0, 4.0])
-
-
-def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x * scale
+FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+DUE = torch.arange(12.0).reshape(3, 4).bfloat16()
 
 
-def right(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
-    out.copy_(x * scale)
+def native(act: Callable[[torch.Tensor], bool]) -> Callable[..., NativeCall]:
+    """A C function that does `act` on its output; in Python, for these tests."""
+
+    def made(out: torch.Tensor) -> NativeCall:
+        function = FUNCTION(lambda _: act(out))
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        assert address is not None
+        return NativeCall(address, b"12345678", (function,))
+
+    return made
 
 
-def by_one_room() -> Write:
-    """What lies between input and output has one place, whoever calls."""
-    room = torch.empty_like(X)
-
-    def write(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
-        room.copy_(x)
-        time.sleep(1e-4)  # as C code, it gives the interpreter to others
-        out.copy_(room * scale)
-
-    return write
+def writes(numbers: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    return lambda out: bool(out.copy_(numbers).numel())
 
 
-def calling(write: Write, taken: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> Any:
-    """A native operator of what `write` does, on what is `taken` of its arguments."""
-    made: list[tuple[Any, ...]] = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
-    def call(arguments: int) -> bool:
-        write(*made[ctypes.c_int64.from_address(arguments).value])
-        return True
-
-    address = ctypes.cast(call, ctypes.c_void_p).value or 0
-
-    def native(out: torch.Tensor, *arguments: torch.Tensor) -> NativeCall:
-        made.append((out, *map(taken, arguments)))
-        return NativeCall(address, struct.pack("@q", len(made) - 1), (call,))
-
-    return native
+def adds(out: torch.Tensor) -> bool:
+    """Right the first time: what was there is nobody's, and then it is the last step's."""
+    out.copy_(torch.where(out.isnan(), DUE, out + DUE))
+    return True
 
 
-def tried(check: Any, native: Any) -> None:
-    with torch.inference_mode():
-        check("it", native, scaled, (X.clone(), SCALE.clone()), {})
+def skips_the_end(out: torch.Tensor) -> bool:
+    out[:2].copy_(DUE[:2])
+    return True
 
 
-@pytest.mark.parametrize("check", [keeps_nothing, runs_beside_itself])
-def test_a_right_one_passes(check: Any) -> None:
-    tried(check, calling(right))
+def test_one_that_is_right() -> None:
+    assert agrees("op", native(writes(DUE)), DUE)
+    assert agrees("op", native(writes(DUE * (1 + 2**-8))), DUE)  # one rounding
+    assert not agrees("op", lambda out: None, DUE)
 
 
-@pytest.mark.parametrize("size", [12, 4])
-def test_a_copy_of_an_argument_is_seen(size: int) -> None:
-    copying = calling(right, lambda t: t.clone() if t.numel() == size else t)
-    with pytest.raises(WrongError, match="whose arguments have changed since it was made"):
-        tried(keeps_nothing, copying)
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (writes(DUE * 1.1), "off those of the Python function"),
+        (writes(DUE.flip(0)), "off those of the Python function"),
+        (lambda out: True, "nan off"),
+        (skips_the_end, "nan off"),
+        (adds, "run again writes numbers"),
+        (lambda out: False, "says that it cannot be done"),
+    ],
+    ids=["scaled", "rows", "nothing", "end", "adds", "refuses"],
+)
+def test_one_that_is_wrong(act: Callable[[torch.Tensor], bool], said: str) -> None:
+    with pytest.raises(WrongError, match=said):
+        agrees("op", native(act), DUE)
 
 
-def test_arguments_are_as_they_were() -> None:
-    x, scale = X.clone(), SCALE.clone()
-    keeps_nothing("it", calling(right), scaled, (x, scale), {})
-    assert torch.equal(x, X)
-    assert torch.equal(scale, SCALE)
+TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
 
 
-def test_memory_that_calls_share_is_seen() -> None:
-    with pytest.raises(WrongError, match="while another thread runs one"):
-        tried(runs_beside_itself, calling(by_one_room()))
+@pytest.mark.parametrize(
+    ("some", "said"),
+    [
+        (lambda outs: outs, None),
+        (lambda outs: outs[:-1], "run together with others, writes numbers that are nan off"),
+        (lambda outs: None, "cannot be done together"),
+    ],
+    ids=["right", "the last is left out", "refuses"],
+)
+def test_calls_that_run_together(some: Any, said: str | None) -> None:
+    outs: list[torch.Tensor] = []
+
+    def together(_: int, count: int) -> bool:
+        assert count == len(outs) - 1  # the first ran alone
+        return some([out.copy_(DUE) for out in some(outs[1:]) or []]) is not None
+
+    held = TOGETHER(together)
+
+    def made(out: torch.Tensor) -> NativeCall:
+        outs.append(out)
+        alone = native(writes(DUE))(out)
+        return alone._replace(together=ctypes.cast(held, ctypes.c_void_p).value or 0)
+
+    if said is None:
+        assert agrees("op", made, DUE)
+    else:
+        with pytest.raises(WrongError, match=said):
+            agrees("op", made, DUE)
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+def test_one_that_says_by_row_is_asked_for_one_row(by_row: bool, right: bool) -> None:
+    x = torch.arange(12.0).view(1, 4, 3) + 1
+    due = x * 2 if right else x / x.max()  # the scale of all rows
+
+    def made(out: torch.Tensor, given: torch.Tensor) -> NativeCall:
+        written = given * 2 if right else given / given.max() + 0.5 * (given.shape[1] == 1)
+        return native(writes(written))(out)._replace(by_row=by_row)
+
+    if right or not by_row:
+        assert agrees("op", made, due, x)
+    else:
+        with pytest.raises(WrongError, match="says by_row, asked for one row"):
+            agrees("op", made, due, x)
+
+
+def test_what_is_no_call() -> None:
+    def no_call(out: torch.Tensor) -> Any:
+        return 7
+
+    with pytest.raises(WrongError, match="must return a NativeCall or None, got int"):
+        agrees("op", no_call, DUE)
+
+
+def test_operators_are_heard_where_a_compiler_reads() -> None:
+    with Heard({"aten.add.Tensor"}) as heard:
+        assert torch.compiler.is_compiling()
+        found = torch.ones(2) + 1
+        torch.ones(2) * 3
+    assert not torch.compiler.is_compiling()
+    ((name, _, _, due),) = heard.calls
+    assert name == "aten.add.Tensor"
+    assert due is found

@@ -28,6 +28,7 @@ from jackfield.bridge.sharding import Shard
 from jackfield.bridge.shared_models import part_of
 from jackfield.bridge.stand_ins import standing_in
 from jackfield.bridge.step_reads import ExpertWeights, StepReads, Table
+from jackfield.contracts.compiling import TRACING
 from jackfield.contracts.requirements import BYTES, Requirements
 from jackfield.contracts.sizes import kv_bytes
 from jackfield.errors import first_line
@@ -196,7 +197,14 @@ class DryRun:
             return None
         watch = self._watch = _Watch(self._standing)
         try:
-            with quiet(), torch.no_grad(), torch.device("meta"), self._stand_ins(context), watch:
+            with (
+                quiet(),
+                TRACING,
+                torch.no_grad(),
+                torch.device("meta"),
+                self._stand_ins(context),
+                watch,
+            ):
                 cache = None if self._packed else DynamicCache(config=self._model.config)
                 if cache is not None and context > tokens:
                     self._forward(context - tokens, rows, cache)

@@ -10,6 +10,7 @@ import torch
 from jackfield.bridge.config_files import config_tree
 from jackfield.bridge.encoders import text_class
 from jackfield.bridge.quiet import quiet
+from jackfield.contracts.compiling import TRACING
 from jackfield.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def meta_model(
         part._attn_implementation_internal = "eager"
     build = text_class(config).from_config if cls is None else cls
     try:
-        with quiet(), torch.device("meta"):
+        with quiet(), TRACING, torch.device("meta"):
             model: PreTrainedModel = build(config)
     except Exception as error:
         raise CheckpointError(

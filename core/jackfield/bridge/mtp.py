@@ -22,6 +22,7 @@ from transformers import cache_utils, modeling_layers
 from jackfield.bridge.hub_files import cached_folder
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.quiet import quiet
+from jackfield.contracts.compiling import TRACING
 from jackfield.contracts.requirements import BYTES
 from jackfield.errors import CheckpointError, PlanError, first_line
 from jackfield.foreign import named
@@ -82,7 +83,7 @@ def heads_found(source: ModelSource, dtype: str, tensors: Collection[str]) -> He
             "that has them"
         )
     try:
-        with quiet(), torch.device("meta"):
+        with quiet(), TRACING, torch.device("meta"):
             made = _Mtp(model, model.config.num_mtp_layers)
             kept = cache_of(made).layers
     except Exception as error:
@@ -134,7 +135,7 @@ def read_heads(model: PreTrainedModel, source: ModelSource) -> Any:
             "weights; give the folder that they were read from"
         )
     device = next(model.get_decoder().layers[-1].parameters()).device
-    with named(f"cannot read the heads in {folder}"), quiet(), _read_from(model, folder):
+    with named(f"cannot read the heads in {folder}"), quiet(), TRACING, _read_from(model, folder):
         heads = _Mtp.from_pretrained(model, device_map={"": device})
     for module in _own(heads):
         if model.dtype != model.config.dtype:  # a live one that was cast

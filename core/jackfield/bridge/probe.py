@@ -32,6 +32,7 @@ from jackfield.bridge.features import reads_features, shape_of
 from jackfield.bridge.model_layers import attention_modules
 from jackfield.bridge.quiet import quiet
 from jackfield.bridge.stand_ins import standing_in
+from jackfield.contracts.compiling import TRACING
 from jackfield.errors import first_line
 
 logger = logging.getLogger("jackfield")
@@ -116,6 +117,7 @@ def probe(meta_model: PreTrainedModel) -> Probe:
     try:
         with (
             quiet(),
+            TRACING,
             torch.no_grad(),
             torch.device("meta"),
             _unvalidated(),

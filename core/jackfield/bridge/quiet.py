@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 
 from transformers.utils import logging as transformers_logging
 
-from jackfield.contracts.compiling import TRACING
+#: transformers changes its own classes, and we its loggers, while something is loaded: of two
+#: threads that do so at once, the one that ends last would leave the other's changes for ever.
+LOADING = threading.RLock()
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers from printing what it notes while it builds things of no interest.
 
-    One thread at a time: transformers changes its own classes, and we its loggers, while something
-    is loaded, and of two threads that do so at once, the one that ends last would leave the other's
-    changes for ever. And none while another traces.
+    One thread at a time.
     """
-    with TRACING:
+    with LOADING:
         before = transformers_logging.get_verbosity()
         bars = transformers_logging.is_progress_bar_enabled()
         transformers_logging.set_verbosity(logging.CRITICAL)  # its errors are raised, too

@@ -23,6 +23,7 @@ from jackfield.bridge.source import ModelSource
 from jackfield.bridge.spreading import check_placed, has_accelerate, native, no_notes
 from jackfield.contracts import Quantization, Requirements, StoredTensor
 from jackfield.contracts.checkpoint import Tensors
+from jackfield.contracts.compiling import TRACING
 from jackfield.errors import CheckpointError, shown
 from jackfield.foreign import named
 
@@ -105,7 +106,7 @@ def load_model(
     placed = where.spread or (device.type != "cpu" and (quantized or has_accelerate()))
     reading = quantization.reading()
     named_so = named(f"cannot load {source.location}")
-    with named_so, quiet(), reading, no_notes(), loading(shard) as how:
+    with named_so, quiet(), TRACING, reading, no_notes(), loading(shard) as how:
         of, what = _read_from(source, fetched)
         loaded: Any = of.from_pretrained(
             **what,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     ModelStep = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
-#: Held while a model is built or read, and by a compiler while it traces: torch says of the whole
-#: process, in variables of its own, that it traces.
+#: Held while a model is built, or its weights are read, and by who calls `torch.export`, which says
+#: of the whole process, in variables of its own, that it traces.
 TRACING = threading.RLock()
 
 #: What a model needs of its attention -> why a step of it cannot be compiled. The compiled part

@@ -175,7 +175,7 @@ class BoundModel:
         from jackfield.bridge.compiled import CompiledForward
         from jackfield.bridge.native_offers import held_offers
 
-        kernels = [choice.registered for choice in self.plan.kernels]
+        kernels = [layers.registered for layers in self.layers]
         offering = [self.plan["quantizer"].registered, *filter(is_traceable, kernels)]
         operators = held_offers(offering, self.model)
         compiler = self.plan["compiler"].registered

@@ -50,7 +50,9 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
         if not chosen:
             raise
         found = None
-    inside = plan.requirements.traced and any(is_traceable(one.registered) for one in found or ())
+    inside = plan.requirements.traced and any(
+        is_traceable(one.registered) and one.how != AUTO for one in found or ()
+    )
     if found is None or (chosen and inside):
         # Layers that are called one by one can do without what `auto` compiles, and no graph that
         # it finds on disk has a kernel in it.

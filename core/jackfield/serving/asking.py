@@ -40,6 +40,8 @@ class Asking:
             found["deadline"] = self.settings.deadline
         if self.settings.default_seed is not None:
             found.setdefault("seed", self.settings.default_seed)
+        if found.get("seed") == -1:  # by which llama.cpp, Ollama and vLLM mean any
+            del found["seed"]
         salt = found.pop("cache_salt", "")
         if self.owner or salt:  # a length, so that no owner and salt together are another pair
             found["cache_salt"] = f"{len(self.owner)}:{self.owner}{salt}"

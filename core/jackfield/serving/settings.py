@@ -107,7 +107,7 @@ class ServerSettings(BaseSettings):
     stream_interval: Annotated[float, Field(ge=0, le=1)] = 0.02
     stored_responses: Annotated[int, Field(ge=0)] = 1000
     stored_bytes: Count = 256 * 1024 * 1024
-    default_seed: int | None = None
+    default_seed: int | None = Field(default=None, ge=-1)
     reasoning: Literal["auto", "on", "off"] = "auto"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     sanitize_control_tokens: bool = True

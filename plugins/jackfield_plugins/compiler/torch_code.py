@@ -6,6 +6,8 @@ it. torch.export runs such a patch twice or not at all.
 
 from __future__ import annotations
 
+import inspect
+import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +20,7 @@ from torch import nn
 from jackfield_plugins.compiler.reaching import Place
 
 #: transformers puts functions of its own into torch, while it is imported.
-_FOLDERS = tuple(package.__path__[0] for package in (torch, transformers))
+_FOLDERS = tuple(package.__path__[0] + os.sep for package in (torch, transformers))
 #: Where models find functions and methods of torch.
 _SPACES: dict[str, Mapping[str, Any]] = {
     "torch": vars(torch),
@@ -68,7 +70,9 @@ def own_name(found: Any) -> str | None:
         return own_name(found.fget if isinstance(found, property) else found.__func__)
     home = str(getattr(found, "__module__", None) or "builtins")
     if isinstance(found, types.FunctionType):  # a patch may have taken over the name
-        own = found.__code__.co_filename.startswith(_FOLDERS)
+        inner = inspect.unwrap(found)  # torch has decorators for functions of anybody
+        codes = [one.__code__ for one in (found, inner) if isinstance(one, types.FunctionType)]
+        own = all(code.co_filename.startswith(_FOLDERS) for code in codes)
     else:
         own = home.partition(".")[0] in ("torch", "builtins")
     return f"{home}.{getattr(found, '__qualname__', type(found).__qualname__)}" if own else None

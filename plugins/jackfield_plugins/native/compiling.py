@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -87,9 +88,12 @@ def _share_threads() -> None:
         return
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line[line.find("/") :]
-        if Path(path).name.startswith(OPENMP) and hasattr(ctypes.CDLL(path), "GOMP_parallel"):
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-            return
+        if not Path(path).name.startswith(OPENMP):
+            continue
+        with contextlib.suppress(OSError):  # one that is deleted has no name any more
+            if hasattr(ctypes.CDLL(path), "GOMP_parallel"):
+                ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+                return
 
 
 def key(folder: Path, command: list[str]) -> str:

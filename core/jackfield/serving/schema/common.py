@@ -232,8 +232,8 @@ class Penalized(Sampling):
         for name in ("frequency_penalty", "presence_penalty"):
             if (value := getattr(self, name)) is not None:
                 found[name] = value
-        if self.seed not in (None, -1):  # by which llama.cpp, Ollama and vLLM mean any
-            found["seed"] = self.seed % 2**63
+        if self.seed is not None:
+            found["seed"] = self.seed if self.seed == -1 else self.seed % 2**63
         if self.stop:
             found["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.logit_bias:

@@ -46,8 +46,8 @@ def checked(subject: Subject, layers: Seq[Layer], seed: int) -> str:
     if not isinstance(offered, Mapping):
         raise WrongError(f"native_operators must return a dict, got {quoted(offered)}")
     held = 0
+    calls: dict[str, list[Any]] = {}  # of all layers, with one input
     for layer in layers[:2]:
-        calls = []
         for shape in SHAPES:
             rows = Rows(shape).made(layer, seed)
             _traced(layer, rows)
@@ -60,10 +60,10 @@ def checked(subject: Subject, layers: Seq[Layer], seed: int) -> str:
                     with torch.inference_mode():
                         keeps_nothing(name, native, run, args, kwargs)
                         runs_beside_itself(name, native, run, args, kwargs)
-                    calls.append((args, kwargs))
-        with torch.inference_mode():
-            for name in {name for name, *_ in heard.calls}:
-                held += agree_together(name, offered[name], calls, operator_of(name))
+                    calls.setdefault(name, []).append((args, kwargs))
+    with torch.inference_mode():
+        for name, alike in calls.items():
+            held += agree_together(name, offered[name], alike, operator_of(name))
     if offered and not held:
         raise WrongError(
             f"native_operators offers {', '.join(sorted(offered))}, and its functions call none of "

@@ -123,6 +123,8 @@ def _key_of(model: nn.Module) -> str | None:
         kernel = getattr(vars(module).get("forward"), "made_by", None)
         if any(hooks) or (kernel is None and "forward" in vars(module)):
             return None
+        if kernel is not None and not kernel[2]:
+            return None  # what it calls may be anywhere
         if kernel is not None:
             whole.append(f"{name} by {kernel[0]} {_sources_of(kernel[1])}")
         whole.append(f"{name} {type(module).__module__}.{type(module).__qualname__}")
