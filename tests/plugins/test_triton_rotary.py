@@ -195,7 +195,8 @@ PLAIN = torch.float32, torch.device("cpu")
 
 def in_float32(_: Choice) -> Any:
     """What is read of a context."""
-    return SimpleNamespace(requirements=SimpleNamespace(dtype="float32"), device=PLAIN[1])
+    needs = SimpleNamespace(dtype="float32")
+    return SimpleNamespace(requirements=needs, device=PLAIN[1], options=None)
 
 
 def right(module: nn.Module) -> Any:
