@@ -73,7 +73,8 @@ def assert_right(
     exact = given @ weight.double().T + (0 if added is None else added.double())
     assert found.dtype is dtype
     assert found.shape == exact.shape
-    # Of few outputs all terms may cancel; what was added up is as large as ever.
+    # Of few outputs all terms may cancel: torch's own product is then up to 178 roundings of the
+    # result off. What was added up is as large as ever.
     terms = given.square() @ weight.double().square().T
     added_up = (terms + (0 if added is None else added.double().square())).sum().sqrt()
     bound = BOUNDS[dtype] * max(exact.norm(), added_up)

@@ -38,8 +38,7 @@ class Layers:
         self.calls = 0
         self._noted: list[nn.Module] | None = None  # what is called in a step that is recorded
         self._forwards = self._proven(fused, modules, context)
-        home = type(registered.backend).__module__
-        self._made_by = (f"{registered} {context.options!r}", home, is_built_in(home))
+        self._made_by = (f"{registered} {context.options!r}", type(registered.backend).__module__)
         self.replaced = len(self._forwards)
         whose = f" of {fused.source}" if fused.source else ""
         self.source = f"{self.replaced} {_names(self._forwards)}{whose}"
@@ -123,11 +122,10 @@ class _InPlace:
     """A kernel in the place of the `forward` of `module`. A copy of that has its class's own."""
 
     def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], made_by: tuple[str, str, bool]
+        self, module: nn.Module, forward: Callable[..., Any], made_by: tuple[str, str]
     ) -> None:
         self._module, self._forward = module, forward
-        #: Whose function it is, in which file, and whether all that it calls is there or in torch:
-        #: a graph that was traced with it is kept by that.
+        #: Whose function it is, and in which file: a graph that was traced with it is kept by that.
         self.made_by = made_by
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,11 +134,6 @@ class _InPlace:
     def __deepcopy__(self, known: dict[int, Any]) -> Any:
         module = known.get(id(self._module), self._module)
         return types.MethodType(type(module).forward, module)
-
-
-def is_built_in(home: str) -> bool:
-    """Whether a module is of the built-in plugins, which call nothing but themselves and torch."""
-    return home.partition(".")[0] == "jackfield_plugins"
 
 
 def layers_for(choices: Sequence[Choice], model: nn.Module) -> list[list[nn.Module]]:

@@ -45,7 +45,7 @@ def instead_of_flag(flag: str, known: Collection[str], value: Any = None) -> str
     name = SHORT.get(flag, flag.lstrip("-").replace("-", "_"))
     if (ours := f"--{name.replace('_', '-')}") in known:
         return f"write {ours}"
-    if (ours := OF_BENCH.get(name, "")) in known and "--set" not in known:
+    if (ours := OF_BENCH.get(name, "")) in known:
         return f"write {ours} N"
     if name.startswith("no_") and name not in REQUESTS:
         return _instead_of_no(name.removeprefix("no_"), known)

@@ -13,7 +13,7 @@ from jackfield.bridge.native_calls import run as run_call
 from jackfield.bridge.native_calls import run_together
 from jackfield.contracts import Native, NativeCall
 from jackfield.testing.checks import WrongError
-from jackfield.testing.threads import at_once
+from jackfield.testing.threads import are_alone
 
 #: Of the largest number, that two ways to compute one thing may differ by: in the dtype of the
 #: output, and in that of the sums, which two ways add up in another order.
@@ -86,7 +86,7 @@ def runs_beside_itself(
             raise WrongError(f"the call of {what} says that it cannot be done")
         return out
 
-    if at_once([partial(running, *one) for one in made]) is not None:
+    if not are_alone([partial(running, *one) for one in made]):
         raise WrongError(
             f"a call of {what} writes other numbers while another thread runs one of other inputs: "
             "they share memory that each of them needs for itself"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
+from jackfield.testing.checks import WrongError
+
 #: Threads that a kernel may split its work over: one, a power of two, and an odd number.
 COUNTS = (1, 2, 3)
-_TIMES = 40
+_TIMES, _LIMIT = 40, 60.0
+_SWITCH = 1e-5  # seconds after which Python lets another thread go on
 
 
 def on(count: int) -> str:
@@ -29,41 +34,62 @@ def of_torch(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def at_once(calls: Sequence[Callable[[], torch.Tensor]]) -> int | None:
-    """Run each many times in a thread of its own, all together, as engines in threads do.
+def in_threads(acts: Sequence[Callable[[], object]], what: str, limit: float) -> None:
+    """Run each in a thread of its own, all at once. Raises what the first of them raised, and
+    WrongError where `what` does not end within `limit` seconds.
+    """
+    errors: list[BaseException] = []
+    ready = threading.Barrier(len(acts))
 
-    Which of them then returned something else than by itself, by more than sums in another order
-    are; None: none did. Raises what a call raises.
+    def run(act: Callable[[], object]) -> None:
+        try:
+            ready.wait()
+            act()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the threads are awaited
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(act,), daemon=True) for act in acts]
+    with _switching():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(limit)
+    if any(thread.is_alive() for thread in threads):
+        raise WrongError(f"{what} do not end within {limit:g} s")
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def _switching() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def are_alone(calls: Sequence[Callable[[], torch.Tensor]]) -> bool:
+    """Run each many times in a thread of its own, all at once, as engines in threads do.
+
+    Whether each returns what it does by itself, but for sums in another order.
     """
     with torch.inference_mode():
         alone = [call().clone() for call in calls]
-    begin, stop = threading.Barrier(len(calls)), threading.Event()
     wrong: list[int] = []
-    raised: list[BaseException] = []
 
     def run(at: int) -> None:
-        begin.wait()
-        try:
-            for _ in range(_TIMES):
-                with torch.inference_mode():
-                    found = calls[at]()
-                if stop.is_set():
-                    return
-                if not _alike(found, alone[at]):
+        for _ in range(_TIMES):
+            if wrong:
+                return
+            with torch.inference_mode():
+                if not _alike(calls[at](), alone[at]):
                     wrong.append(at)
-                    stop.set()
-        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the check
-            raised.append(error)
-            stop.set()
 
-    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in raised:
-        raise error
-    return wrong[0] if wrong else None
+    acts = [partial(run, at) for at in range(len(calls))]
+    in_threads(acts, "calls of two threads at once", _LIMIT)
+    return not wrong
 
 
 def _alike(found: torch.Tensor, alone: torch.Tensor) -> bool:

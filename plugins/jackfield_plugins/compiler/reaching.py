@@ -145,7 +145,7 @@ class Reached:
             return
         if not _is_library(home):
             self.modules.add(home)
-        names = sorted(_names(function.__code__))
+        names = sorted(names_of(function.__code__))
         self.names.update(names)
         for name in names:
             if name in spaces:
@@ -159,12 +159,12 @@ class Reached:
                             self._next.append((at, beside[one]))
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_of(code: types.CodeType) -> set[str]:
     """What code looks up by name, in the functions within it too."""
     found = set(code.co_names)
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            found |= _names(one)
+            found |= names_of(one)
     return found
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from jackfield_plugins.compiler.reaching import Place
+from jackfield_plugins.compiler.reaching import Place, is_torch, names_of
 
 #: transformers puts functions of its own into torch, while it is imported.
 _FOLDERS = tuple(package.__path__[0] + os.sep for package in (torch, transformers))
@@ -38,7 +38,7 @@ def torch_code(classes: Iterable[type], names: Iterable[str]) -> Iterator[Place]
     A method that a tensor has from elsewhere is None, until somebody puts one in its place.
     """
     bases = {base for cls in classes for base in cls.__mro__ if issubclass(base, nn.Module)}
-    own = (base for base in bases if base.__module__.partition(".")[0] == "torch")
+    own = (base for base in bases if is_torch(base.__module__))
     spaces = _SPACES | {f"{base.__module__}.{base.__qualname__}": vars(base) for base in own}
     wanted, known = {*names, *_CALLED}, {"__init__"}  # no step makes modules
     while new := wanted - known:
@@ -60,8 +60,7 @@ def _is_called(found: Any) -> bool:
 
 def _names(found: Any) -> set[str]:
     """What a function of torch looks up by name."""
-    code = getattr(found, "__code__", None)
-    return set(code.co_names) if isinstance(code, types.CodeType) else set()
+    return names_of(found.__code__) if isinstance(found, types.FunctionType) else set()
 
 
 def own_name(found: Any) -> str | None:
@@ -74,5 +73,5 @@ def own_name(found: Any) -> str | None:
         codes = [one.__code__ for one in (found, inner) if isinstance(one, types.FunctionType)]
         own = all(code.co_filename.startswith(_FOLDERS) for code in codes)
     else:
-        own = home.partition(".")[0] in ("torch", "builtins")
+        own = is_torch(home)
     return f"{home}.{getattr(found, '__qualname__', type(found).__qualname__)}" if own else None

@@ -18,10 +18,10 @@ from jackfield.planning.solving import ARGUMENTS
 from jackfield.testing import holders
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.compiler.steps import main_dtype, tried
-from jackfield.testing.compiler.threads import in_threads
 from jackfield.testing.engines import Computed, engine_with
 from jackfield.testing.models import Reference, build
 from jackfield.testing.subject import Subject
+from jackfield.testing.threads import in_threads
 from jackfield.testing.torch_settings import kept
 
 if TYPE_CHECKING:
@@ -239,7 +239,8 @@ def _threads(subject: Subject, _: object) -> str:
             except WrongError as error:
                 raise WrongError(f"two engines in two threads at once: {error}") from None
 
-        in_threads([partial(run, who) for who in range(2)])
+        acts = [partial(run, who) for who in range(2)]
+        in_threads(acts, "two engines in two threads at once", LIMIT)
     return remarks[0]
 
 

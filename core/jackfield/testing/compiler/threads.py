@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.checks import Check
 from jackfield.testing.compiler.steps import (
     LIMIT,
     Compiled,
@@ -20,12 +17,12 @@ from jackfield.testing.compiler.steps import (
     tried,
 )
 from jackfield.testing.subject import Subject
+from jackfield.testing.threads import in_threads
 
 if TYPE_CHECKING:
     import torch
 
 STEPS = 120  # of each thread: that they meet in the middle of one is a matter of chance
-SWITCH = 1e-5  # seconds after which Python lets another thread go on
 INPUTS = 4
 
 
@@ -56,7 +53,7 @@ def _together(subject: Subject, _: object) -> str:
             usual = partial(_others, found, logits[who], logits[1 - who], who)
             both[who].hold(found, logits[who][who][now], what, usual)
 
-    in_threads([partial(run, 0), partial(run, 1)])
+    in_threads([partial(run, 0), partial(run, 1)], "two engines in two threads at once", LIMIT)
     return f"{STEPS} steps each"
 
 
@@ -70,37 +67,3 @@ def _others(found: torch.Tensor, mine: Any, theirs: Any, who: int, bound: float)
         if any(nearly(found, one, bound) for one in known):
             return f": {words}"
     return ""
-
-
-def in_threads(acts: list[Callable[[], object]]) -> None:
-    """Run each in a thread of its own, all at once. Raises what the first of them raised."""
-    errors: list[BaseException] = []
-    ready = threading.Barrier(len(acts))
-
-    def run(act: Callable[[], object]) -> None:
-        try:
-            ready.wait()
-            act()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the threads are awaited
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(act,), daemon=True) for act in acts]
-    with _switching():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
-    if any(thread.is_alive() for thread in threads):
-        raise WrongError(f"two engines in two threads at once do not end within {LIMIT:g} s")
-    if errors:
-        raise errors[0]
-
-
-@contextlib.contextmanager
-def _switching() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

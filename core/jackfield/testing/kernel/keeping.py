@@ -11,7 +11,7 @@ import torch
 from jackfield.testing.checks import WrongError
 from jackfield.testing.kernel.layers import Layer
 from jackfield.testing.kernel.numbers import Rows, held
-from jackfield.testing.threads import at_once
+from jackfield.testing.threads import are_alone
 
 
 def repeated(layers: Seq[Layer], seed: int) -> None:
@@ -36,7 +36,7 @@ def repeated(layers: Seq[Layer], seed: int) -> None:
             "an output belongs to the model"
         )
     many = [Rows((4097,)).made(layers[0], seed + turn) for turn in range(2)]
-    if at_once([partial(layers[0].fused, one) for one in many]) is not None:
+    if not are_alone([partial(layers[0].fused, one) for one in many]):
         raise WrongError(
             "a call returns other numbers while another thread makes one: calls share memory that "
             "each of them needs for itself"

@@ -223,7 +223,7 @@ def _again(layer: Layer, rows: int, _: Loads) -> None:
         if not torch.equal(output(layer, given), kept):
             raise told(layer, f"returns other outputs for the same inputs in call {2 * number + 3}")
     many = [layer.inputs(64 * rows, seed=seed) for seed in (1, 2)]
-    if threads.at_once([partial(layer, one) for one in many]) is not None:
+    if not threads.are_alone([partial(layer, one) for one in many]):
         raise told(
             layer,
             "returns other outputs while another thread calls it: calls share memory that each of "

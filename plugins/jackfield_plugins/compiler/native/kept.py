@@ -30,6 +30,7 @@ from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kep
 
 logger = logging.getLogger("jackfield")
 
+_OURS = "jackfield_plugins."
 _LIBRARIES = ("torch", "transformers", "jackfield")
 
 
@@ -120,13 +121,11 @@ def _key_of(model: nn.Module) -> str | None:
         if first[id(module)] != name:
             continue
         hooks: Any = (module._forward_hooks, module._forward_pre_hooks)
-        kernel = getattr(vars(module).get("forward"), "made_by", None)
-        if any(hooks) or (kernel is None and "forward" in vars(module)):
+        kernel, home = getattr(vars(module).get("forward"), "made_by", (None, ""))
+        # What a kernel of others calls may be anywhere; ours are among our own sources.
+        if any(hooks) or ("forward" in vars(module) and not home.startswith(_OURS)):
             return None
-        if kernel is not None and not kernel[2]:
-            return None  # what it calls may be anywhere
-        if kernel is not None:
-            whole.append(f"{name} by {kernel[0]} {_sources_of(kernel[1])}")
+        whole.append(f"{name} by {kernel}")
         whole.append(f"{name} {type(module).__module__}.{type(module).__qualname__}")
         settings = settings_of(module)
         settings.pop("forward", None)

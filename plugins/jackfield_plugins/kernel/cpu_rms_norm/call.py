@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,28 +63,16 @@ def rms_norm(
 
 
 def native_rms_norm(
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    offset: int,
-    rounds_first: bool,
+    out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, *means: Any
 ) -> NativeCall | None:
     """The call that writes what `rms_norm` returns into `out`; None for strided tensors."""
     if not (rows.is_contiguous() and out.is_contiguous() and out.numel()):
         return None
-    arguments = _arguments(out, rows, weight, epsilon, offset, rounds_first)
+    arguments = _arguments(out, rows, weight, *means)
     return NativeCall(KERNEL.address(_NAMES[rows.dtype]), arguments, (rows, weight, out))
 
 
-def _arguments(
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    offset: int,
-    rounds_first: bool,
-) -> bytes:
+def _arguments(out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, *means: Any) -> bytes:
     """`struct Call` of a norm into `out`. Raises ExecutionError."""
     size, shape = weight.numel(), rows.shape
     if not (
@@ -100,8 +89,7 @@ def _arguments(
     if out.numel() and not (read and scale):
         raise _unreadable(rows, weight)
     return _PACK(
-        read, out.data_ptr(), scale, rows.numel() // size, size, epsilon, offset, rounds_first,
-        _threads(),
+        read, out.data_ptr(), scale, rows.numel() // size, size, *means, _threads(),
     )  # fmt: skip
 
 
