@@ -65,6 +65,8 @@ inline ALWAYS_INLINE void add(Vec<float>& sum, const Two& weight, const T* input
     sum = fused(weight.odd, everywhere(wide(input[1])), sum);
 }
 
+inline ALWAYS_INLINE Vec<float> total_of(Vec<float> sum) { return sum; }
+
 #if defined(__AVX512BF16__)
 
 // Each lane has two inputs of an output, the even one in its lower half.

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "amx.h"
 #include "numbers.h"
 #include "together.h"
 
@@ -286,8 +287,135 @@ void widened_together(const Linear* const* calls, int64_t count) {
     keep_little(floats);
 }
 
+#if defined(__AMX_BF16__)
+
+// A linear, and its inputs as tiles have them: of 16 rows at a time [inputs / 2, rows, 2], zeros where there is none.
+struct TiledLinear : Linear {
+    const bfloat16* packed;
+};
+
+// In bfloat16, with tiles (amx.h): 16 outputs are the rows of one, as they lie in memory, and rows its columns. The sums
+// of 32 inputs are added up in their order.
+class Tiled {
+    static constexpr int OUTPUTS_OF_TASK = 64, INPUTS = 32;
+    const TiledLinear& call;
+    const int64_t columns;  // of a tile
+
+   public:
+    static bool fits(const Linear& call) { return has_tiles() && call.in_features % INPUTS == 0; }
+    static int64_t columns_of(int64_t rows) { return std::min<int64_t>(rows, TILE_ROWS); }
+    static int64_t packed_size(const Linear& call) {
+        const int64_t tiles = (call.rows + TILE_ROWS - 1) / TILE_ROWS;
+        return tiles * columns_of(call.rows) * call.in_features;
+    }
+
+    explicit Tiled(const TiledLinear& call) : call(call), columns(columns_of(call.rows)) {}
+
+    int64_t tasks() const { return (call.out_features + OUTPUTS_OF_TASK - 1) / OUTPUTS_OF_TASK; }
+
+    void task(int64_t at) const {
+        Shapes shapes;
+        const int64_t end = std::min((at + 1) * OUTPUTS_OF_TASK, call.out_features);
+        for (int64_t output = at * OUTPUTS_OF_TASK; output < end; output += TILE_ROWS) {
+            const int64_t outputs = std::min<int64_t>(TILE_ROWS, end - output);
+            if (!shapes.are(outputs)) shapes.set(INPUTS / 2, outputs, columns);
+            for (int64_t row = 0; row < call.rows; row += 4 * TILE_ROWS) {
+                const int64_t tiles = (std::min<int64_t>(call.rows - row, 4 * TILE_ROWS) + TILE_ROWS - 1) / TILE_ROWS;
+                each<4>([&](auto i) ALWAYS_INLINE {
+                    if (tiles == i + 1) multiply<i + 1>(output, outputs, row);
+                });
+            }
+        }
+    }
+
+    static void pack(const Linear& call, bfloat16* to) {
+        const int64_t columns = columns_of(call.rows), pairs = call.in_features / 2;
+        for (int64_t first = 0; first < call.rows; first += TILE_ROWS, to += columns * call.in_features)
+            for (int64_t column = 0; column < columns; column++) {
+                const bool there = first + column < call.rows;
+                const char* from = call.input + (first + column) * call.input_row * int64_t(sizeof(bfloat16));
+                for (int64_t pair = 0; pair < pairs; pair++) {
+                    const uint32_t both = there ? read<uint32_t>(from + pair * 4) : 0;
+                    std::memcpy(to + (pair * columns + column) * 2, &both, sizeof both);
+                }
+            }
+    }
+
+   private:
+    // Up to 16 outputs of so many tiles of rows. Weights of the next 16 are asked for.
+    template <int tiles>
+    void multiply(int64_t output, int64_t outputs, int64_t row) const {
+        const bfloat16* weight = reinterpret_cast<const bfloat16*>(call.weight) + output * call.weight_row;
+        const bfloat16* packed = call.packed + row * call.in_features;
+        const int64_t tile = columns * call.in_features, step = columns * INPUTS;
+        const bool ask = row == 0;
+        each<tiles>([&](auto i) ALWAYS_INLINE { clear_tile<SUMS + i>(); });
+        for (int64_t at = 0; at < call.in_features; at += INPUTS, packed += step) {
+            load_tile<ACTIVATIONS>(weight + at, call.weight_row * 2);
+            if (ask)
+                for (int i = 0; i < TILE_ROWS; i++) ask_for(weight + (TILE_ROWS + i) * call.weight_row + at);
+            each<tiles>([&](auto i) ALWAYS_INLINE {
+                load_tile<WEIGHTS + i % 2>(packed + i * tile, columns * 4);
+                multiply_tiles<SUMS + i, ACTIVATIONS, WEIGHTS + i % 2>();
+            });
+        }
+        alignas(64) float sums[tiles][TILE_ROWS * TILE_ROWS];  // [outputs, columns]
+        each<tiles>([&](auto i) ALWAYS_INLINE { store_tile<SUMS + i>(sums[i], columns * 4); });
+        const __m512i places = _mm512_mullo_epi32(
+            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(columns));
+        const __mmask16 there = (1u << outputs) - 1;
+        bfloat16 own[TILE_ROWS] = {};
+        if (call.bias) std::copy_n(reinterpret_cast<const bfloat16*>(call.bias) + output, outputs, own);
+        const Vec<float> added = load(own);
+        for (int64_t r = 0; r < std::min<int64_t>(tiles * TILE_ROWS, call.rows - row); r++) {
+            const float* of = sums[r / TILE_ROWS] + r % TILE_ROWS;
+            const Vec<float> total = _mm512_mask_i32gather_ps(__m512{}, there, places, of, 4);
+            bfloat16 rounded[TILE_ROWS];
+            store(call.bias ? total + added : total, rounded);
+            std::copy_n(rounded, outputs, reinterpret_cast<bfloat16*>(call.out) + (row + r) * call.out_row + output);
+        }
+    }
+};
+
+// Calls with one input share what is packed of it.
+void tiled_together(const Linear* const* calls, int64_t count) {
+    static thread_local std::vector<bfloat16> room;
+    static thread_local std::vector<TiledLinear> all;
+    static thread_local std::vector<const TiledLinear*> each;
+    int64_t size = 0;
+    for (int64_t i = 0; i < count; i++) size += Tiled::packed_size(*calls[i]);
+    room.resize(std::max<size_t>(room.size(), size));
+    all.clear(), each.clear();
+    bfloat16* next = room.data();
+    for (int64_t i = 0; i < count; i++) {
+        const Linear& call = *calls[i];
+        const bfloat16* found = nullptr;
+        for (auto& other : all)
+            if (other.input == call.input && other.rows == call.rows && other.in_features == call.in_features &&
+                other.input_row == call.input_row)
+                found = other.packed;
+        all.push_back({call, found ? found : next});
+        if (!found) Tiled::pack(call, next), next += Tiled::packed_size(call);
+    }
+    for (auto& one : all) each.push_back(&one);
+    together<Tiled>(each.data(), count);
+    keep_little(room);
+}
+
+#endif
+
 template <class T>
 void products(const Linear* const* calls, int64_t count) {
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<T, bfloat16>) {
+        const auto fits = [](const Linear* call) { return Tiled::fits(*call); };
+        if (std::all_of(calls, calls + count, fits)) return tiled_together(calls, count);
+        if (count > 1 && std::any_of(calls, calls + count, fits)) {  // each as if it were alone
+            for (int64_t i = 0; i < count; i++) products<T>(calls + i, 1);
+            return;
+        }
+    }
+#endif
     if constexpr (sizeof(T) < 4 && !Product<T>::pairs)
         if (calls[0]->rows >= WIDENED) return widened_together<T>(calls, count);
     together<Product<T>>(calls, count);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "rounded_formats.h"
+#include "tiled_units.h"
 
 namespace {
 
@@ -124,6 +125,7 @@ inline Bits without(Bits bits) { return bits >> count; }
 // The sums of the inputs that share a scale, [rows, groups of a row], where there are minima.
 struct Summed : LinearCall {
     const float* sums;
+    const float* widened;  // inputs of a row that is multiplied without tiles (amx.h)
 };
 
 constexpr int SUMMED = 32;  // inputs of a group, wherever there are minima
@@ -212,17 +214,19 @@ class Many {
     }
 };
 
-template <Type type, class T>
+// `Sum`: of the products of a group; `Input`: what the activations are read as.
+template <Type type, class T, class Sum = Vec<float>, class Input = T>
 class Linear {
     using F = Format<type>;
     static_assert(!F::minimum || F::group == SUMMED);
     const Summed& call;
-    const T* const input;
+    const Input* const input;
     const int64_t units, chunks, records;
 
    public:
-    explicit Linear(const Summed& summed)
-        : call(summed), input(static_cast<const T*>(call.input)),
+    explicit Linear(const Summed& summed) : Linear(summed, static_cast<const T*>(summed.input)) {}
+    Linear(const Summed& summed, const Input* input)
+        : call(summed), input(input),
           units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK),
           records(call.in_features / F::inputs) {}
 
@@ -232,24 +236,36 @@ class Linear {
         int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
         if constexpr (std::is_same_v<T, float>)
             if (call.rows > FEW) return Many<type>(call).multiply(at / chunks, from, count);
+        multiply(at / chunks, from, count);
+    }
+
+   protected:
+    void multiply(int64_t unit, int64_t from, int64_t count) const {
         in_tiles<blocks_for>(Sizes(), from, count,
                              [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
-                                 multiply<size, blocks>(rows, at / chunks, block, row, first);
+                                 multiply<size, blocks>(rows, unit, block, row, first);
                              });
+    }
+
+    void write(Vec<float> total, int64_t row, int64_t output) const {
+        T* out = static_cast<T*>(call.out) + row * call.out_features;
+        write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
     }
 
    private:
     static constexpr int FEW = 8;  // rows of float32, up to which weights are not unpacked for all at once
     // Rows of a tile.
     using Floats = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 4, 8>, std::integer_sequence<int, 1, 4>>;
-    using Sizes = std::conditional_t<std::is_same_v<T, bfloat16>, std::integer_sequence<int, 1, 2, 4, 8>, Floats>;
+    using Pairwise = std::conditional_t<std::is_same_v<Sum, Vec<float>>, std::integer_sequence<int, 1, 2, 4, 8>,
+                                        std::integer_sequence<int, 1>>;
+    using Sizes = std::conditional_t<std::is_same_v<T, bfloat16>, Pairwise, Floats>;
 
     template <int rows, int blocks>
     void multiply(int count, int64_t unit, int block, int64_t from, bool first) const {
         constexpr int parts = blocks * PARTS;
         const uint8_t* record = call.weight + unit * records * F::record;
         const int64_t groups = records * F::groups;
-        const T* row[rows];
+        const Input* row[rows];
         const float* sum_of[rows];
         each<rows>([&](auto i) ALWAYS_INLINE {
             int64_t place = from + std::min<int>(i, count - 1);  // the last again where there is none
@@ -262,8 +278,8 @@ class Linear {
             const int g = at % F::groups;
             const uint8_t* group = record + F::head + g * F::part;
             if (first && g == F::groups - 1) ask_for(group + F::part + AHEAD, F::head);
-            Vec<float> sums[rows * parts];
-            each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Vec<float>{}; });
+            Sum sums[rows * parts];
+            each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Sum{}; });
             add_group<rows, parts>(group, block * PARTS, row, at * F::group, first, sums);
             each<parts>([&](auto part) ALWAYS_INLINE {
                 const int output = block * LANES + part * WIDE;
@@ -271,7 +287,7 @@ class Linear {
                 if constexpr (F::minimum) minimum = minimum_of<type>(record, group, output);
                 each<rows>([&](auto i) ALWAYS_INLINE {
                     Vec<float>& all = total[i * parts + part];
-                    all = fused(sums[i * parts + part], scale, all);
+                    all = fused(total_of(sums[i * parts + part]), scale, all);
                     if constexpr (F::minimum) all = fused(minimum, everywhere(sum_of[i][at]), all);
                 });
             });
@@ -279,16 +295,14 @@ class Linear {
         }
         each<rows * parts>([&](auto i) ALWAYS_INLINE {
             int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            T* out = static_cast<T*>(call.out) + (from + i / parts) * call.out_features;
-            const T* bias = static_cast<const T*>(call.bias);
-            if (i / parts < count) write_outputs(total[i], output, call.out_features, bias, out);
+            if (i / parts < count) write(total[i], from + i / parts, output);
         });
     }
 
     // Of the outputs from vector `from` of a unit on. `ask`: for weights before their turn, a piece at a time.
     template <int rows, int parts>
-    ALWAYS_INLINE void add_group(const uint8_t* group, int from, const T* const* row, int64_t input, bool ask,
-                                 Vec<float>* sums) const {
+    ALWAYS_INLINE void add_group(const uint8_t* group, int from, const Input* const* row, int64_t input, bool ask,
+                                 Sum* sums) const {
         constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
         constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a vector and a turn, or a step
         constexpr int piece = F::part / (F::group / 8);
@@ -314,6 +328,88 @@ class Linear {
         }
     }
 };
+
+#if defined(__AMX_BF16__)
+
+// A unit's weights for products in tiles (amx.h).
+template <Type type>
+class Unit {
+    using F = Format<type>;
+    const Summed& call;
+    const uint8_t* const weight;
+    const int64_t count;
+
+   public:
+    static constexpr int inputs = F::group;
+    static constexpr bool minimum = F::minimum;
+
+    Unit(const Summed& call, int64_t unit)
+        : call(call), weight(call.weight + unit * (call.in_features / F::inputs) * F::record),
+          count(call.in_features / F::group) {}
+
+    int64_t groups() const { return count; }
+    int64_t pieces() const { return 1; }
+    const float* sums() const { return call.sums; }
+
+    // Asks for weights before their turn.
+    ALWAYS_INLINE void unpack(int64_t at, int block, __m512i* to) const {
+        constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
+        constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a block and a turn, or a step
+        constexpr int lines = F::part / 64, asks = F::group / 8 * UNIT;
+        const uint8_t* const group = group_of(at);
+        const uint8_t* low = group + F::factors + block * wide;
+        Bits high;
+        if constexpr (above > 0) high = read<Bits>(group + F::factors + F::low + block * WIDTH);
+        each<F::group / 8>([&](auto i) ALWAYS_INLINE {
+            for (int line = i * UNIT + block; line < lines; line += asks) ask_for(group + line * 64 + AHEAD);
+            each<4>([&](auto turn) ALWAYS_INLINE { to[i * 4 + turn] = (__m512i)numbers<type, turn>(low, high); });
+            if constexpr (above > 0) high = without<4 * above>(high);
+            low += OUTPUTS * (F::bits == 8 ? 8 : 4);  // bytes of eight inputs
+        });
+    }
+
+    ALWAYS_INLINE void factors(int64_t at, Vec<float>* scale, Vec<float>* minimum_) const {
+        const uint8_t *const record = record_of(at), *const group = group_of(at);
+        if (at % F::groups == 0) ask_for(record + F::record + AHEAD, F::head);
+        each<UNIT>([&](auto block) ALWAYS_INLINE {
+            scale[block] = scale_of<type>(record, group, block * LANES);
+            if constexpr (F::minimum) minimum_[block] = minimum_of<type>(record, group, block * LANES);
+        });
+    }
+
+   private:
+    const uint8_t* record_of(int64_t at) const { return weight + at / F::groups * F::record; }
+    const uint8_t* group_of(int64_t at) const { return record_of(at) + F::head + at % F::groups * F::part; }
+};
+
+// Few rows with vectors, others in tiles.
+template <Type type>
+class TiledLinear : Linear<type, bfloat16, EvenAndOdd, float> {
+    using Base = Linear<type, bfloat16, EvenAndOdd, float>;
+    const Summed& call;
+    const int64_t units, chunks;
+
+   public:
+    explicit TiledLinear(const Summed& call)
+        : Base(call, call.widened - (call.rows - 1) * call.in_features), call(call), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+          chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
+
+    int64_t tasks() const { return units * chunks; }
+
+    void task(int64_t at) const {
+        const Flushing flushing;
+        const int64_t unit = at / chunks, from = at % chunks * TILED_CHUNK;
+        const int64_t count = std::min(TILED_CHUNK, call.rows - from);
+        if (count <= NO_TILES) return Base::multiply(unit, from, count);
+        const Unit<type> own(call, unit);
+        multiply_in_tiles(own, static_cast<const bfloat16*>(call.input), call.in_features, from, count,
+                          [&](Vec<float> total, int64_t row, int block) {
+                              Base::write(total, row, unit * OUTPUTS + block * LANES);
+                          });
+    }
+};
+
+#endif
 
 template <Type type, class T>
 void gather(const RowsCall& call) {
@@ -369,6 +465,9 @@ struct Product {
     template <class What>
     void as(What what) const {
         with_type(summed.type, [&](auto type) {
+#if defined(__AMX_BF16__)
+            if (!summed.floats && has_tiles()) return what(TiledLinear<type>(summed));
+#endif
             if constexpr (PAIRS)
                 if (!summed.floats) return what(Linear<type, bfloat16>(summed));
             what(Linear<type, float>(summed));
@@ -406,9 +505,13 @@ void products(const LinearCall* const* calls, int64_t count) {
     static thread_local std::vector<const Summed*> each;
     static thread_local std::vector<float> made;
     all.clear(), each.clear();
-    for (int64_t i = 0; i < count; i++) all.push_back({*calls[i], nullptr});
+    for (int64_t i = 0; i < count; i++) all.push_back({*calls[i], nullptr, nullptr});
     for (auto& one : all) each.push_back(&one);
     sum_inputs(all, made);
+#if defined(__AMX_BF16__)
+    static thread_local std::vector<float> widened;
+    if (!all[0].floats && has_tiles()) widen_inputs(all, widened);
+#endif
     together<Product>(each.data(), count);
     keep_little(made);
 }

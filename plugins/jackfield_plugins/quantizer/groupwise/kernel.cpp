@@ -13,6 +13,7 @@
 // Sums run over the inputs of a group in their order, then over the groups in theirs, however many
 // rows there are: a row's result does not depend on what else is in the batch.
 #include "rounded_groups.h"
+#include "tiled_units.h"
 
 namespace {
 
@@ -43,7 +44,7 @@ struct Table {
 const Table table;
 
 template <int bits, int turn>
-inline ALWAYS_INLINE __m512bh numbers(Words packed, const bfloat16*) {
+inline ALWAYS_INLINE __m512bh numbers(Words packed, Vec<float>*, const bfloat16*) {
     if constexpr (bits == 4) {
         __m512i index = _mm512_srli_epi16(as<__m512i>(packed), 4 * turn);
         return (__m512bh)_mm512_permutexvar_epi16(index, _mm512_load_si512(table.values));
@@ -56,12 +57,65 @@ inline ALWAYS_INLINE __m512bh numbers(Words packed, const bfloat16*) {
 #endif
 
 template <int bits, int turn>
-inline ALWAYS_INLINE Two numbers(Words packed, const float*) { return two<bits, turn>(packed); }
+inline ALWAYS_INLINE Two numbers(Words packed, Vec<float>*, const float*) { return two<bits, turn>(packed); }
+
+#if defined(__AMX_BF16__)
+
+template <int bits, int turn>
+inline ALWAYS_INLINE __m512bh numbers(Words packed, EvenAndOdd*, const float*) {
+    return numbers<bits, turn>(packed, static_cast<Vec<float>*>(nullptr), static_cast<const bfloat16*>(nullptr));
+}
+
+// A call, and its inputs as floats, where a row is multiplied without tiles.
+struct Widened : Call {
+    const float* widened;
+};
+
+// A unit's weights for products in tiles.
+template <int bits>
+class Unit {
+    const uint8_t* const weight;
+    const bfloat16* const scale;
+    const int64_t count, of_group;
+
+   public:
+    static constexpr int inputs = 32, steps = inputs / inputs_of(bits);
+    static constexpr bool minimum = false;
+
+    Unit(const Call& call, int64_t unit)
+        : weight(call.weight + unit * (call.in_features / inputs) * steps * UNIT * BYTES),
+          scale(call.scale + unit * (call.in_features / call.group_size) * OUTPUTS),
+          count(call.in_features / call.group_size), of_group(call.group_size / inputs) {}
+
+    int64_t groups() const { return count; }
+    int64_t pieces() const { return of_group; }
+
+    ALWAYS_INLINE void unpack(int64_t at, int block, __m512i* to) const {
+        const uint8_t* from = weight + (at * steps * UNIT + block) * BYTES;
+        each<steps>([&](auto step) ALWAYS_INLINE {
+            ask_for(from + AHEAD);
+            const Words packed = read<Words>(from);
+            each<inputs_of(bits) / 2>([&](auto turn) ALWAYS_INLINE {
+                to[step * inputs_of(bits) / 2 + turn] = (__m512i)numbers<bits, turn>(
+                    packed, static_cast<Vec<float>*>(nullptr), static_cast<const bfloat16*>(nullptr));
+            });
+            from += UNIT * BYTES;
+        });
+    }
+
+    ALWAYS_INLINE void factors(int64_t group, Vec<float>* factor, Vec<float>*) const {
+        const bfloat16* from = scale + group * OUTPUTS;
+        ask_for(reinterpret_cast<const char*>(from) + AHEAD / 6, OUTPUTS * sizeof *from);
+        each<UNIT>([&](auto block) ALWAYS_INLINE { factor[block] = load(from + block * LANES); });
+    }
+};
+
+#endif
 
 // sums += the products of one group: of each row with each part of a block. `ask`: for weights before their turn.
-template <int bits, int rows, int parts, class T>
+template <int bits, int rows, int parts, class T, class Sum>
 inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64_t stride, int64_t steps, bool ask,
-                                    Vec<float>* sums) {
+                                    Sum* sums) {
     for (int64_t step = 0; step < steps; step++) {
         if (ask) ask_for(weight + AHEAD, UNIT * BYTES);
         Words packed[parts];
@@ -69,8 +123,8 @@ inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64
             packed[part] = read<Words>(weight + part * WIDTH);
         });
         each<inputs_of(bits) / 2>([&](auto turn) ALWAYS_INLINE {
-            decltype(numbers<bits, 0>(packed[0], input)) value[parts];
-            each<parts>([&](auto part) ALWAYS_INLINE { value[part] = numbers<bits, turn>(packed[part], input); });
+            decltype(numbers<bits, 0>(packed[0], sums, input)) value[parts];
+            each<parts>([&](auto part) ALWAYS_INLINE { value[part] = numbers<bits, turn>(packed[part], sums, input); });
             each<rows>([&](auto r) ALWAYS_INLINE {
                 each<parts>([&](auto part) ALWAYS_INLINE {
                     add(sums[r * parts + part], value[part], input + r * stride + 2 * turn);
@@ -82,62 +136,135 @@ inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64
     }
 }
 
-template <int bits, class T>
+// `Sum`: of products, of a group or as many inputs as a tile has; `Input`: what the activations are read as.
+template <int bits, class T, class Sum = Vec<float>, class Input = T>
 class Linear {
     const Call& call;
+    const Input* const input;
     const int64_t units, chunks, steps, groups;  // steps are those of a group
 
    public:
-    explicit Linear(const Call& call)
-        : call(call), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+    explicit Linear(const Call& call) : Linear(call, static_cast<const T*>(call.input)) {}
+    Linear(const Call& call, const Input* input)
+        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
           chunks((call.rows + CHUNK - 1) / CHUNK), steps(call.group_size / inputs_of(bits)),
           groups(call.in_features / call.group_size) {}
 
     int64_t tasks() const { return units * chunks; }
 
     void task(int64_t at) const {
-        int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        int64_t from = at % chunks * CHUNK;
+        multiply(at / chunks, from, std::min(CHUNK, call.rows - from));
+    }
+
+   protected:
+    void multiply(int64_t unit, int64_t from, int64_t count) const {
         in_tiles<blocks_for>(Sizes(), from, count,
                              [&](auto size, auto blocks, int64_t, int block, int64_t row, bool first) {
-                                 multiply<size, blocks>(at / chunks, block, row, first);
+                                 multiply<size, blocks>(unit, block, row, first);
                              });
     }
 
+    void write(Vec<float> total, int64_t row, int64_t output) const {
+        T* out = static_cast<T*>(call.out) + row * call.out_features;
+        write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
+    }
+
    private:
-    using Sizes = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 2, 3, 4, 5, 6, 7, 8>,
-                                     std::integer_sequence<int, 1, 2, 3, 4>>;
+    static constexpr bool TILED = !std::is_same_v<Sum, Vec<float>>;
+    using All = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 2, 3, 4, 5, 6, 7, 8>,
+                                   std::integer_sequence<int, 1, 2, 3, 4>>;
+    using Sizes = std::conditional_t<TILED, std::integer_sequence<int, 1>, All>;
 
     template <int rows, int blocks>
     void multiply(int64_t unit, int block, int64_t from, bool first) const {
         const uint8_t* weight = call.weight + (unit * groups * steps * UNIT + block) * BYTES;
         const bfloat16* scale = call.scale + (unit * groups * UNIT + block) * LANES;
-        const T* input = static_cast<const T*>(call.input) + from * call.in_features;
+        const Input* own = input + from * call.in_features;
         constexpr int parts = blocks * PARTS;
+        const int64_t together = TILED ? 32 / inputs_of(bits) : steps;
         Vec<float> total[rows * parts];
         each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t group = 0; group < groups; group++) {
             if (first) ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6, OUTPUTS * sizeof *scale);
-            Vec<float> sums[rows * parts];
-            each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Vec<float>{}; });
-            add_group<bits, rows, parts>(weight, input, call.in_features, steps, first, sums);
+            Vec<float> all[rows * parts];
+            each<rows * parts>([&](auto i) ALWAYS_INLINE { all[i] = Vec<float>{}; });
+            for (int64_t step = 0; step < steps; step += together) {
+                Sum sums[rows * parts];
+                each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Sum{}; });
+                add_group<bits, rows, parts>(weight, own, call.in_features, together, first, sums);
+                each<rows * parts>([&](auto i) ALWAYS_INLINE {
+                    if constexpr (TILED) all[i] += total_of(sums[i]);
+                    else all[i] = sums[i];
+                });
+                weight += together * UNIT * BYTES;
+                own += together * inputs_of(bits);
+            }
             each<parts>([&](auto part) ALWAYS_INLINE {
                 Vec<float> factor = load(scale + part * WIDE);
                 each<rows>([&](auto r) ALWAYS_INLINE {
-                    Vec<float>& all = total[r * parts + part];
-                    all = fused(sums[r * parts + part], factor, all);
+                    total[r * parts + part] = fused(all[r * parts + part], factor, total[r * parts + part]);
                 });
             });
-            weight += steps * UNIT * BYTES;
             scale += OUTPUTS;
-            input += call.group_size;
         }
         each<rows * parts>([&](auto i) ALWAYS_INLINE {
-            int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            T* out = static_cast<T*>(call.out) + (from + i / parts) * call.out_features;
-            write_outputs(total[i], output, call.out_features, static_cast<const T*>(call.bias), out);
+            write(total[i], from + i / parts, (unit * UNIT + block) * LANES + i % parts * WIDE);
         });
     }
 };
+
+#if defined(__AMX_BF16__)
+
+// A row with vectors, more of them in tiles.
+template <int bits>
+class TiledLinear : Linear<bits, bfloat16, EvenAndOdd, float> {
+    using Base = Linear<bits, bfloat16, EvenAndOdd, float>;
+    const Call& call;
+    const int64_t units, chunks;
+
+   public:
+    explicit TiledLinear(const Widened& call)
+        : Base(call, call.widened - (call.rows - 1) * call.in_features), call(call),
+          units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
+
+    int64_t tasks() const { return units * chunks; }
+
+    void task(int64_t at) const {
+        const Flushing flushing;
+        const int64_t unit = at / chunks, from = at % chunks * TILED_CHUNK;
+        const int64_t count = std::min(TILED_CHUNK, call.rows - from);
+        if (count <= NO_TILES) return Base::multiply(unit, from, count);
+        multiply_in_tiles(Unit<bits>(call, unit), static_cast<const bfloat16*>(call.input), call.in_features, from,
+                          count, [&](Vec<float> total, int64_t row, int block) {
+                              Base::write(total, row, unit * OUTPUTS + block * LANES);
+                          });
+    }
+};
+
+struct TiledProduct {
+    const Widened& call;
+
+    explicit TiledProduct(const Widened& call) : call(call) {}
+    int64_t tasks() const { return call.bits == 4 ? TiledLinear<4>(call).tasks() : TiledLinear<8>(call).tasks(); }
+    void task(int64_t at) const {
+        if (call.bits == 4) TiledLinear<4>(call).task(at);
+        else TiledLinear<8>(call).task(at);
+    }
+};
+
+void tiled_together(const Call* const* calls, int64_t count) {
+    static thread_local std::vector<Widened> all;
+    static thread_local std::vector<const Widened*> each;
+    static thread_local std::vector<float> widened;
+    all.clear(), each.clear();
+    for (int64_t i = 0; i < count; i++) all.push_back({*calls[i], nullptr});
+    for (auto& one : all) each.push_back(&one);
+    widen_inputs(all, widened);
+    together<TiledProduct>(each.data(), count);
+}
+
+#endif
 
 // Of 4 bits there are no products with float32.
 bool is_known(const Call& call) { return call.bits == 8 || !call.floats; }
@@ -174,6 +301,10 @@ bool groupwise_linears(const Call* const* calls, int64_t count) {
     const bool alike = std::all_of(calls, calls + count, [&](auto one) { return one->floats == calls[0]->floats; });
     if (!alike) {
         for (int64_t i = 0; i < count; i++) groupwise_linears(calls + i, 1);
+#if defined(__AMX_BF16__)
+    } else if (!calls[0]->floats && has_tiles()) {
+        tiled_together(calls, count);
+#endif
     } else if (PAIRS || calls[0]->floats) {
         together<Product>(calls, count);
     } else {

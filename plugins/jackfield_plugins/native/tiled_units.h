@@ -1,0 +1,209 @@
+// Products with weights in units of 64 outputs, in tiles (amx.h). Weights are unpacked into the cache first.
+//
+// One row, for which tiles do not pay, is summed as they do it with vectors (`EvenAndOdd`), so that a row's bits do not
+// depend on how many there are.
+#pragma once
+#include <vector>
+
+#include "amx.h"
+#include "tiles.h"
+
+#if defined(__AMX_BF16__)
+
+constexpr int64_t NO_TILES = 1;       // rows that are multiplied with vectors
+constexpr int64_t TILED_CHUNK = 256;  // rows of a task
+
+// Has this thread take numbers that are too small for nothing, as tiles do.
+class Flushing {
+    const unsigned before = _mm_getcsr();
+
+   public:
+    Flushing() { _mm_setcsr(before | 0x8040); }
+    Flushing(const Flushing&) = delete;
+    ~Flushing() { _mm_setcsr(before); }
+};
+
+// Sums of even and of odd inputs.
+struct EvenAndOdd {
+    Vec<float> even{}, odd{};
+};
+
+inline ALWAYS_INLINE void add(EvenAndOdd& sum, __m512bh weight, const float* input) {
+    const Words both = as<Words>(weight);
+    sum.even = fused(as<Vec<float>>(both << 16), everywhere(input[0]), sum.even);
+    sum.odd = fused(as<Vec<float>>(both & 0xffff0000), everywhere(input[1]), sum.odd);
+}
+inline ALWAYS_INLINE Vec<float> total_of(const EvenAndOdd& sum) { return sum.even + sum.odd; }
+
+// Weights of a unit of 64 outputs are what `Unit` says:
+//   inputs        of a tile, a piece;
+//   groups()      of inputs that share a scale;  pieces()   of a group
+//   unpack(piece, block, to)   [inputs / 2] vectors of two inputs of 16 outputs; asks for what comes later
+//   factors(group, scale, minimum)   [UNIT] vectors
+//   minimum       whether there are minima, which are multiplied with sums(), [rows, groups].
+// A sum of products starts anew with each group, and is scaled and added to a total.
+
+typedef __m512i Unpacked[UNIT][TILE_ROWS];  // unpacked weights of a piece
+
+// Multiplies one piece after the other, a tile of rows with the blocks of a unit. A group's sums are stored while the
+// next group is multiplied, and settled, which is scaled and added to the totals, while the one behind it is: these, and
+// what is done `beside`, are work for different parts of a core. `size`: rows that are settled.
+template <int inputs, bool minimum, int size>
+class Multiplying {
+    const int64_t in_features, groups;
+    Vec<float> sums[2][UNIT][TILE_ROWS] = {};
+
+   public:
+    struct Group {
+        Vec<float>* totals = nullptr;  // [UNIT, TILE_ROWS]
+        const Vec<float>*scale, *least;  // [UNIT]
+        const float* sum;                // of its inputs, where there are minima, by rows
+        int64_t rows;
+    };
+
+    // Of rows of `in_features` inputs in `groups` groups.
+    Multiplying(int64_t in_features, int64_t groups) : in_features(in_features), groups(groups) {}
+
+    // The next piece. `first`: of a group.
+    template <class Beside>
+    ALWAYS_INLINE void next(const bfloat16* input, const Unpacked& pairs, bool first, const Group& group, Beside beside) {
+        const Group done = stored;  // asm statements would have members read again
+        Vec<float>*const fresh = sums[turn][0], *const settled = sums[turn ^ 1][0];
+        const bool store = first && multiplied.totals, settles = first && done.totals;
+        load_tile<ACTIVATIONS>(input, in_features * 2);
+        each<UNIT>([&](auto k) ALWAYS_INLINE {
+            if (store) store_tile<SUMS + k>(fresh + k * TILE_ROWS);
+            if (first) clear_tile<SUMS + k>();
+            load_tile<WEIGHTS + k % 2>(pairs[k], 64);
+            multiply_tiles<SUMS + k, ACTIVATIONS, WEIGHTS + k % 2>();
+            beside(k);
+            if (settles) settle(done, settled, k);
+        });
+        if (first) turn_to(group);
+    }
+
+    // Those that were not settled yet.
+    void finish() {
+        for (int i = 0; i < 2; i++) {
+            each<UNIT>([&](auto k) ALWAYS_INLINE {
+                if (multiplied.totals) store_tile<SUMS + k>(sums[turn][k]);
+                if (stored.totals) settle(stored, sums[turn ^ 1][0], k);
+            });
+            turn_to({});
+        }
+    }
+
+   private:
+    Group multiplied, stored;
+    int turn = 0;
+
+    void turn_to(const Group& group) { stored = multiplied, multiplied = group, turn ^= 1; }
+
+    ALWAYS_INLINE void settle(const Group& group, const Vec<float>* sums, int k) const {
+        Vec<float>* const totals = group.totals + k * TILE_ROWS;
+        const Vec<float> scale = group.scale[k];
+        each<size>([&](auto r) ALWAYS_INLINE {
+            totals[r] = fused(sums[k * TILE_ROWS + r], scale, totals[r]);
+            if constexpr (minimum) {
+                const float sum = group.sum[std::min<int64_t>(r, group.rows - 1) * groups];
+                totals[r] = fused(group.least[k], everywhere(sum), totals[r]);
+            }
+        });
+    }
+};
+
+// Up to `size` rows, one tile of them: weights are unpacked while those of the piece before are multiplied.
+template <class Unit, int size>
+void multiply_few(const Unit& unit, const bfloat16* input, int64_t in_features, int64_t rows, const float* sum,
+                  Vec<float>* totals) {
+    constexpr int inputs = Unit::inputs, KEPT = 4;  // groups' factors, which are used until they are settled
+    alignas(64) Unpacked pairs[2];
+    Vec<float> scale[KEPT][UNIT], least[KEPT][UNIT];
+    const int64_t pieces = unit.pieces(), groups = unit.groups(), all = groups * pieces;
+    Multiplying<inputs, Unit::minimum, size> multiplying(in_features, groups);
+    Shapes shapes;
+    shapes.set(inputs / 2, rows);
+    each<UNIT>([&](auto k) ALWAYS_INLINE { unit.unpack(0, k, pairs[0][k]); });
+    for (int64_t group = 0, at = 0; group < groups; group++) {
+        Vec<float>*own = scale[group % KEPT], *lowest = least[group % KEPT];
+        unit.factors(group, own, lowest);
+        for (int64_t piece = 0; piece < pieces; piece++, at++)
+            multiplying.next(input + at * inputs, pairs[at % 2], piece == 0, {totals, own, lowest, sum + group, rows},
+                             [&](auto k) ALWAYS_INLINE {
+                                 if (at + 1 < all) unit.unpack(at + 1, k, pairs[(at + 1) % 2][k]);
+                             });
+    }
+    multiplying.finish();
+}
+
+// More rows: tile after tile, with a few pieces that are unpacked for all of them.
+template <class Unit>
+void multiply_many(const Unit& unit, const bfloat16* input, int64_t in_features, int64_t rows, const float* sum,
+                   Vec<float>* totals) {
+    constexpr int inputs = Unit::inputs, SPAN = 4;
+    alignas(64) Unpacked pairs[SPAN];
+    Vec<float> scale[SPAN][UNIT], least[SPAN][UNIT];
+    const int64_t pieces = unit.pieces(), groups = unit.groups(), span = SPAN / pieces;
+    Multiplying<inputs, Unit::minimum, TILE_ROWS> multiplying(in_features, groups);
+    Shapes shapes;
+    for (int64_t first = 0; first < groups; first += span) {
+        const int64_t end = std::min(first + span, groups);
+        for (int64_t group = first, at = 0; group < end; group++) {
+            unit.factors(group, scale[group - first], least[group - first]);
+            for (int64_t piece = 0; piece < pieces; piece++, at++)
+                each<UNIT>([&](auto k) ALWAYS_INLINE { unit.unpack(group * pieces + piece, k, pairs[at][k]); });
+        }
+        for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+            const int64_t count = std::min<int64_t>(TILE_ROWS, rows - row);
+            if (!shapes.are(count)) multiplying.finish(), shapes.set(inputs / 2, count);
+            const bfloat16* from = input + row * in_features + first * pieces * inputs;
+            for (int64_t group = first, at = 0; group < end; group++)
+                for (int64_t piece = 0; piece < pieces; piece++, at++, from += inputs)
+                    multiplying.next(from, pairs[at], piece == 0,
+                                     {totals + row * UNIT, scale[group - first], least[group - first],
+                                      sum + row * groups + group, count},
+                                     [](auto) ALWAYS_INLINE {});
+        }
+        multiplying.finish();
+    }
+}
+
+// Rows times the 64 outputs of a unit; `write(total, row, block)` is told the results.
+template <class Unit, class Write>
+void multiply_in_tiles(const Unit& unit, const bfloat16* input, int64_t in_features, int64_t from, int64_t rows,
+                       Write write) {
+    static thread_local std::vector<Vec<float>> room;
+    room.assign((rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * UNIT, Vec<float>{});
+    Vec<float>* const totals = room.data();
+    const bfloat16* const first = input + from * in_features;
+    const float* sum = nullptr;
+    if constexpr (Unit::minimum) sum = unit.sums() + from * unit.groups();
+    if (rows <= 8) multiply_few<Unit, 8>(unit, first, in_features, rows, sum, totals);
+    else if (rows <= 16) multiply_few<Unit, 16>(unit, first, in_features, rows, sum, totals);
+    else multiply_many(unit, first, in_features, rows, sum, totals);
+    for (int64_t row = 0; row < rows; row++)
+        for (int block = 0; block < UNIT; block++)
+            write(totals[(row / TILE_ROWS * UNIT + block) * TILE_ROWS + row % TILE_ROWS], from + row, block);
+}
+
+// A call's inputs as floats, of the row behind the last whole chunk if that is alone. Calls with one input share them.
+template <class Widened>
+void widen_inputs(std::vector<Widened>& all, std::vector<float>& made) {
+    int64_t room = 0;
+    for (auto& one : all) room += one.in_features;
+    made.resize(std::max<size_t>(made.size(), room));
+    float* next = made.data();
+    for (auto& one : all) {
+        const int64_t rest = one.rows % TILED_CHUNK;
+        if (rest == 0 || rest > NO_TILES) continue;
+        for (auto& other : all)
+            if (other.widened && other.input == one.input && other.rows == one.rows &&
+                other.in_features == one.in_features)
+                one.widened = other.widened;
+        if (one.widened) continue;
+        const bfloat16* from = static_cast<const bfloat16*>(one.input) + (one.rows - 1) * one.in_features;
+        for (int64_t i = 0; i < one.in_features; i += WIDE) store(load(from + i), next + i);
+        one.widened = next, next += one.in_features;
+    }
+}
+#endif
