@@ -166,6 +166,13 @@ def test_numbers_are_exact(kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.float(), weight, rtol=rounding, atol=rounding / 8)
 
 
+def far_apart(count: int, size: int) -> torch.Tensor:
+    """Numbers whose sums hang on their order, and a row of the smallest."""
+    found = torch.randn(count, size) * (2 * torch.randn(count, size)).exp()
+    found[3] *= 2.0**-125
+    return found
+
+
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -173,10 +180,10 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
     kind: str, dtype: torch.dtype, int8: bool
 ) -> None:
     packed, matrix, _ = matrix_of(kind, 200, 1024)
-    hidden = torch.randn(140, 1024).to(dtype)
+    hidden = far_apart(260, 1024).to(dtype)
     torch.set_num_threads(2)
     together = linear(hidden, packed, None, matrix, int8)
-    for number, count in enumerate((*range(1, 14), 48, 49)):
+    for number, count in enumerate((*range(1, 14), 16, 17, 48, 49, 256, 257, 258)):
         torch.set_num_threads(1 + number % 3)
         found = linear(hidden[:count], packed, None, matrix, int8)
         assert torch.equal(found, together[:count]), count
@@ -278,6 +285,44 @@ def test_layers_without_weights() -> None:
         embedding(torch.ones(2, dtype=torch.long))
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86 alone has tiles")
+def test_a_process_that_may_not_use_tiles(tmp_path: Path, forks: Forks) -> None:
+    """Linux or a sandbox may refuse them, where the processor has them."""
+    command = compiling.compiler()
+    assert command is not None
+    (tmp_path / "refusing.c").write_text(REFUSING)
+    refusing = str(tmp_path / "refusing.so")
+    arguments = ("-x", "c++", "-shared", "-fPIC", str(tmp_path / "refusing.c"), "-o", refusing)
+    assert compiling.run([*command, *arguments]).returncode == 0
+    program = (
+        "import sys; sys.path += sys.argv[1:]\n"
+        "import test_gguf_kernel as t\n"
+        "for kind in ('Q4_0', 'Q4_K', 'Q6_K'):\n"
+        "    for rows in (1, 9, 50):\n"
+        "        t.assert_right(kind, rows, 70, 512, t.torch.bfloat16, True)\n"
+    )
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]
+    done = forks.python("-c", program, *folders, env={**os.environ, "LD_PRELOAD": refusing})
+    assert done.returncode == 0, done.stderr
+
+
+#: Answers "operation not permitted" where a process asks for tiles.
+REFUSING = """
+#include <cerrno>
+#include <cstdarg>
+#include <dlfcn.h>
+#include <sys/syscall.h>
+extern "C" long syscall(long number, ...) {
+    va_list list;
+    long with[6];
+    va_start(list, number);
+    for (long& one : with) one = va_arg(list, long);
+    va_end(list);
+    if (number == SYS_arch_prctl && with[0] == 0x1023) return errno = EPERM, -1;
+    static const auto own = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
+    return own(number, with[0], with[1], with[2], with[3], with[4], with[5]);
+}
+"""
 WITHOUT = ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx", "-mno-avx2")
 
 

@@ -157,11 +157,11 @@ def test_native_bits_depend_neither_on_the_batch_nor_on_threads(
     bits: int, dtype: torch.dtype
 ) -> None:
     new, _ = layer_of("native", 896, 200, bits=bits, dtype=dtype)
-    hidden = torch.randn(140, 896).to(dtype)
+    hidden = (torch.randn(260, 896) * (2 * torch.randn(260, 896)).exp()).to(dtype)
     torch.set_num_threads(2)
     together = new(hidden)
     torch.set_num_threads(1)
-    for rows in (*range(1, 14), 48, 49):
+    for rows in (*range(1, 14), 16, 17, 48, 49, 256, 257):
         assert torch.equal(new(hidden[:rows]), together[:rows]), rows
     assert NativeProduct.batch_invariant
     assert not TorchProduct.batch_invariant

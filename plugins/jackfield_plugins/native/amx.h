@@ -8,6 +8,7 @@
 #include "vectors.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define WITH_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 

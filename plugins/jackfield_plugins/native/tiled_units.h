@@ -8,7 +8,7 @@
 #include "amx.h"
 #include "tiles.h"
 
-#if defined(__AMX_BF16__)
+#if defined(WITH_TILES)
 
 constexpr int64_t NO_TILES = 1;       // rows that are multiplied with vectors
 constexpr int64_t TILED_CHUNK = 256;  // rows of a task

@@ -287,7 +287,7 @@ void widened_together(const Linear* const* calls, int64_t count) {
     keep_little(floats);
 }
 
-#if defined(__AMX_BF16__)
+#if defined(WITH_TILES)
 
 // A linear, and its inputs as tiles have them: of 16 rows at a time [inputs / 2, rows, 2], zeros where there is none.
 struct TiledLinear : Linear {
@@ -406,7 +406,7 @@ void tiled_together(const Linear* const* calls, int64_t count) {
 
 template <class T>
 void products(const Linear* const* calls, int64_t count) {
-#if defined(__AMX_BF16__)
+#if defined(WITH_TILES)
     if constexpr (std::is_same_v<T, bfloat16>) {
         const auto fits = [](const Linear* call) { return Tiled::fits(*call); };
         if (std::all_of(calls, calls + count, fits)) return tiled_together(calls, count);

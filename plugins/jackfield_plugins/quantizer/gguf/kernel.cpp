@@ -329,7 +329,7 @@ class Linear {
     }
 };
 
-#if defined(__AMX_BF16__)
+#if defined(WITH_TILES)
 
 // A unit's weights for products in tiles (amx.h).
 template <Type type>
@@ -465,7 +465,7 @@ struct Product {
     template <class What>
     void as(What what) const {
         with_type(summed.type, [&](auto type) {
-#if defined(__AMX_BF16__)
+#if defined(WITH_TILES)
             if (!summed.floats && has_tiles()) return what(TiledLinear<type>(summed));
 #endif
             if constexpr (PAIRS)
@@ -508,7 +508,7 @@ void products(const LinearCall* const* calls, int64_t count) {
     for (int64_t i = 0; i < count; i++) all.push_back({*calls[i], nullptr, nullptr});
     for (auto& one : all) each.push_back(&one);
     sum_inputs(all, made);
-#if defined(__AMX_BF16__)
+#if defined(WITH_TILES)
     static thread_local std::vector<float> widened;
     if (!all[0].floats && has_tiles()) widen_inputs(all, widened);
 #endif

@@ -59,7 +59,7 @@ inline ALWAYS_INLINE __m512bh numbers(Words packed, Vec<float>*, const bfloat16*
 template <int bits, int turn>
 inline ALWAYS_INLINE Two numbers(Words packed, Vec<float>*, const float*) { return two<bits, turn>(packed); }
 
-#if defined(__AMX_BF16__)
+#if defined(WITH_TILES)
 
 template <int bits, int turn>
 inline ALWAYS_INLINE __m512bh numbers(Words packed, EvenAndOdd*, const float*) {
@@ -214,7 +214,7 @@ class Linear {
     }
 };
 
-#if defined(__AMX_BF16__)
+#if defined(WITH_TILES)
 
 // A row with vectors, more of them in tiles.
 template <int bits>
@@ -301,7 +301,7 @@ bool groupwise_linears(const Call* const* calls, int64_t count) {
     const bool alike = std::all_of(calls, calls + count, [&](auto one) { return one->floats == calls[0]->floats; });
     if (!alike) {
         for (int64_t i = 0; i < count; i++) groupwise_linears(calls + i, 1);
-#if defined(__AMX_BF16__)
+#if defined(WITH_TILES)
     } else if (!calls[0]->floats && has_tiles()) {
         tiled_together(calls, count);
 #endif
