@@ -1,6 +1,6 @@
-// Products in tiles (Intel's AMX): up to 16 rows of 32 activations in bfloat16 with as many weights of 16 outputs are
-// one instruction (TDPBF16PS), where one with vectors (VDPBF16PS) takes two activations of a row. Activations are
-// read where they lie; weights are unpacked into the cache first.
+// Products in tiles (Intel's AMX): 16 rows of 32 numbers in bfloat16 on the left with as many of 16 columns on the
+// right are one instruction (TDPBF16PS), where one with vectors (VDPBF16PS) takes two numbers of a row. Left ones lie
+// row by row; of right ones a row has two of each column.
 //
 // A tile's sums are those of the even inputs and those of the odd ones, each in its order, then both together; numbers
 // too small to be normal are nothing.
@@ -20,7 +20,7 @@ inline bool has_tiles() {
 }
 
 constexpr int TILE_ROWS = 16;
-constexpr int SUMS = 0, ACTIVATIONS = 4, WEIGHTS = 5;  // tiles: four, one and two
+constexpr int SUMS = 0, LEFT = 4, RIGHT = 5;  // tiles: four, one and two
 
 // Of the compiler's own functions, those of GCC 12 do not say what memory they read.
 template <int tile>
@@ -33,13 +33,12 @@ inline ALWAYS_INLINE void store_tile(void* to, int64_t stride = 64) {
 }
 template <int tile>
 inline ALWAYS_INLINE void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(tile)); }
-template <int sums, int activations, int weights>
+template <int sums, int left, int right>
 inline ALWAYS_INLINE void multiply_tiles() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(weights));
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(left), "i"(right));
 }
 
-// The shapes of tiles while it lives: sums [rows, columns], activations [rows, inputs], weights [pairs of inputs,
-// columns].
+// The shapes of tiles while it lives: sums [rows, columns], left [rows, pairs], right [pairs, columns].
 class Shapes {
     struct alignas(64) {
         uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -55,9 +54,9 @@ class Shapes {
     bool are(int64_t rows) const { return shapes.rows[SUMS] == rows; }
 
     void set(int pairs, int64_t rows, int64_t columns = TILE_ROWS) {
-        for (int tile = SUMS; tile < WEIGHTS + 2; tile++) {
-            shapes.bytes[tile] = 4 * (tile == ACTIVATIONS ? pairs : columns);
-            shapes.rows[tile] = tile < WEIGHTS ? rows : pairs;
+        for (int tile = SUMS; tile < RIGHT + 2; tile++) {
+            shapes.bytes[tile] = 4 * (tile == LEFT ? pairs : columns);
+            shapes.rows[tile] = tile < RIGHT ? rows : pairs;
         }
         asm volatile("ldtilecfg %0" ::"m"(shapes));
     }

@@ -1,4 +1,5 @@
-// Products with weights in units of 64 outputs, in tiles (amx.h). Weights are unpacked into the cache first.
+// Products with weights in units of 64 outputs, in tiles (amx.h): activations are on the left, where they lie, weights
+// on the right, unpacked into the cache.
 //
 // One row, for which tiles do not pay, is summed as they do it with vectors (`EvenAndOdd`), so that a row's bits do not
 // depend on how many there are.
@@ -10,8 +11,7 @@
 
 #if defined(WITH_TILES)
 
-constexpr int64_t NO_TILES = 1;       // rows that are multiplied with vectors
-constexpr int64_t TILED_CHUNK = 256;  // rows of a task
+constexpr int64_t TILED_CHUNK = 128;  // rows of a task
 
 // Has this thread take numbers that are too small for nothing, as tiles do.
 class Flushing {
@@ -23,7 +23,7 @@ class Flushing {
     ~Flushing() { _mm_setcsr(before); }
 };
 
-// Sums of even and of odd inputs.
+// Sums of even and of odd inputs. A tile adds both to nothing, which has a sign.
 struct EvenAndOdd {
     Vec<float> even{}, odd{};
 };
@@ -33,7 +33,7 @@ inline ALWAYS_INLINE void add(EvenAndOdd& sum, __m512bh weight, const float* inp
     sum.even = fused(as<Vec<float>>(both << 16), everywhere(input[0]), sum.even);
     sum.odd = fused(as<Vec<float>>(both & 0xffff0000), everywhere(input[1]), sum.odd);
 }
-inline ALWAYS_INLINE Vec<float> total_of(const EvenAndOdd& sum) { return sum.even + sum.odd; }
+inline ALWAYS_INLINE Vec<float> total_of(const EvenAndOdd& sum) { return Vec<float>{} + (sum.even + sum.odd); }
 
 // Weights of a unit of 64 outputs are what `Unit` says:
 //   inputs        of a tile, a piece;
@@ -46,19 +46,19 @@ inline ALWAYS_INLINE Vec<float> total_of(const EvenAndOdd& sum) { return sum.eve
 typedef __m512i Unpacked[UNIT][TILE_ROWS];  // unpacked weights of a piece
 
 // Multiplies one piece after the other, a tile of rows with the blocks of a unit. A group's sums are stored while the
-// next group is multiplied, and settled, which is scaled and added to the totals, while the one behind it is: these, and
-// what is done `beside`, are work for different parts of a core. `size`: rows that are settled.
-template <int inputs, bool minimum, int size>
+// next group is multiplied, and settled, which is scaled and added to the totals, while the one behind it is: these,
+// and what is done `beside`, are work for different parts of a core. `size`: rows that are settled.
+template <bool minimum, int size>
 class Multiplying {
     const int64_t in_features, groups;
     Vec<float> sums[2][UNIT][TILE_ROWS] = {};
 
    public:
     struct Group {
-        Vec<float>* totals = nullptr;  // [UNIT, TILE_ROWS]
-        const Vec<float>*scale, *least;  // [UNIT]
-        const float* sum;                // of its inputs, where there are minima, by rows
-        int64_t rows;
+        Vec<float>* totals = nullptr;                        // [UNIT, TILE_ROWS]
+        const Vec<float>*scale = nullptr, *least = nullptr;  // [UNIT]
+        const float* sum = nullptr;                          // of its inputs, where there are minima, by rows
+        int64_t rows = 0;
     };
 
     // Of rows of `in_features` inputs in `groups` groups.
@@ -66,16 +66,17 @@ class Multiplying {
 
     // The next piece. `first`: of a group.
     template <class Beside>
-    ALWAYS_INLINE void next(const bfloat16* input, const Unpacked& pairs, bool first, const Group& group, Beside beside) {
+    ALWAYS_INLINE void next(const bfloat16* input, const Unpacked& pairs, bool first, const Group& group,
+                            Beside beside) {
         const Group done = stored;  // asm statements would have members read again
         Vec<float>*const fresh = sums[turn][0], *const settled = sums[turn ^ 1][0];
         const bool store = first && multiplied.totals, settles = first && done.totals;
-        load_tile<ACTIVATIONS>(input, in_features * 2);
+        load_tile<LEFT>(input, in_features * 2);
         each<UNIT>([&](auto k) ALWAYS_INLINE {
             if (store) store_tile<SUMS + k>(fresh + k * TILE_ROWS);
             if (first) clear_tile<SUMS + k>();
-            load_tile<WEIGHTS + k % 2>(pairs[k], 64);
-            multiply_tiles<SUMS + k, ACTIVATIONS, WEIGHTS + k % 2>();
+            load_tile<RIGHT + k % 2>(pairs[k], 64);
+            multiply_tiles<SUMS + k, LEFT, RIGHT + k % 2>();
             beside(k);
             if (settles) settle(done, settled, k);
         });
@@ -116,16 +117,16 @@ class Multiplying {
 template <class Unit, int size>
 void multiply_few(const Unit& unit, const bfloat16* input, int64_t in_features, int64_t rows, const float* sum,
                   Vec<float>* totals) {
-    constexpr int inputs = Unit::inputs, KEPT = 4;  // groups' factors, which are used until they are settled
+    constexpr int inputs = Unit::inputs, LIVING = 4;  // groups' factors, which are used until they are settled
     alignas(64) Unpacked pairs[2];
-    Vec<float> scale[KEPT][UNIT], least[KEPT][UNIT];
+    Vec<float> scale[LIVING][UNIT], least[LIVING][UNIT];
     const int64_t pieces = unit.pieces(), groups = unit.groups(), all = groups * pieces;
-    Multiplying<inputs, Unit::minimum, size> multiplying(in_features, groups);
+    Multiplying<Unit::minimum, size> multiplying(in_features, groups);
     Shapes shapes;
     shapes.set(inputs / 2, rows);
     each<UNIT>([&](auto k) ALWAYS_INLINE { unit.unpack(0, k, pairs[0][k]); });
     for (int64_t group = 0, at = 0; group < groups; group++) {
-        Vec<float>*own = scale[group % KEPT], *lowest = least[group % KEPT];
+        Vec<float>*own = scale[group % LIVING], *lowest = least[group % LIVING];
         unit.factors(group, own, lowest);
         for (int64_t piece = 0; piece < pieces; piece++, at++)
             multiplying.next(input + at * inputs, pairs[at % 2], piece == 0, {totals, own, lowest, sum + group, rows},
@@ -138,13 +139,13 @@ void multiply_few(const Unit& unit, const bfloat16* input, int64_t in_features, 
 
 // More rows: tile after tile, with a few pieces that are unpacked for all of them.
 template <class Unit>
-void multiply_many(const Unit& unit, const bfloat16* input, int64_t in_features, int64_t rows, const float* sum,
+void multiply_more(const Unit& unit, const bfloat16* input, int64_t in_features, int64_t rows, const float* sum,
                    Vec<float>* totals) {
     constexpr int inputs = Unit::inputs, SPAN = 4;
     alignas(64) Unpacked pairs[SPAN];
     Vec<float> scale[SPAN][UNIT], least[SPAN][UNIT];
     const int64_t pieces = unit.pieces(), groups = unit.groups(), span = SPAN / pieces;
-    Multiplying<inputs, Unit::minimum, TILE_ROWS> multiplying(in_features, groups);
+    Multiplying<Unit::minimum, TILE_ROWS> multiplying(in_features, groups);
     Shapes shapes;
     for (int64_t first = 0; first < groups; first += span) {
         const int64_t end = std::min(first + span, groups);
@@ -180,13 +181,13 @@ void multiply_in_tiles(const Unit& unit, const bfloat16* input, int64_t in_featu
     if constexpr (Unit::minimum) sum = unit.sums() + from * unit.groups();
     if (rows <= 8) multiply_few<Unit, 8>(unit, first, in_features, rows, sum, totals);
     else if (rows <= 16) multiply_few<Unit, 16>(unit, first, in_features, rows, sum, totals);
-    else multiply_many(unit, first, in_features, rows, sum, totals);
+    else multiply_more(unit, first, in_features, rows, sum, totals);
     for (int64_t row = 0; row < rows; row++)
         for (int block = 0; block < UNIT; block++)
             write(totals[(row / TILE_ROWS * UNIT + block) * TILE_ROWS + row % TILE_ROWS], from + row, block);
 }
 
-// A call's inputs as floats, of the row behind the last whole chunk if that is alone. Calls with one input share them.
+// Of each call the inputs of its last row as floats, if that is alone in a chunk. Calls with one input share them.
 template <class Widened>
 void widen_inputs(std::vector<Widened>& all, std::vector<float>& made) {
     int64_t room = 0;
@@ -194,8 +195,7 @@ void widen_inputs(std::vector<Widened>& all, std::vector<float>& made) {
     made.resize(std::max<size_t>(made.size(), room));
     float* next = made.data();
     for (auto& one : all) {
-        const int64_t rest = one.rows % TILED_CHUNK;
-        if (rest == 0 || rest > NO_TILES) continue;
+        if (one.rows % TILED_CHUNK != 1) continue;
         for (auto& other : all)
             if (other.widened && other.input == one.input && other.rows == one.rows &&
                 other.in_features == one.in_features)

@@ -1,10 +1,10 @@
 // Few rows times a matrix whose rows are outputs, `[out_features, in_features]` as torch has it.
 //
-// One row reads every weight once, so the time to read them is the least there can be. A task is
-// as many outputs as a vector has lanes. The weights of a few of them side by side come from memory once for all
-// rows: tiles of rows take turns at them, and all but the first find them in the nearest caches. The sums of a row
-// run over the inputs in one order, however many rows there are: its bits depend neither on the
-// others nor on the threads.
+// One row reads every weight once, so the time to read them is the least there can be. Where there are tiles, these
+// multiply bfloat16 (`Tiled`). Else a task is as many outputs as a vector has lanes. The weights of a few of them side
+// by side come from memory once for all rows: tiles of rows take turns at them, and all but the first find them in the
+// nearest caches. The sums of a row run over the inputs in one order, however many rows there are: its bits depend
+// neither on the others nor on the threads.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -294,8 +294,8 @@ struct TiledLinear : Linear {
     const bfloat16* packed;
 };
 
-// In bfloat16, with tiles (amx.h): 16 outputs are the rows of one, as they lie in memory, and rows its columns. The sums
-// of 32 inputs are added up in their order.
+// In bfloat16, with tiles (amx.h): weights are on the left, as they lie in memory, so that outputs are rows of a tile,
+// and rows its columns. The sums of 32 inputs each are added up in their order.
 class Tiled {
     static constexpr int OUTPUTS_OF_TASK = 64, INPUTS = 32;
     const TiledLinear& call;
@@ -311,7 +311,7 @@ class Tiled {
 
     explicit Tiled(const TiledLinear& call) : call(call), columns(columns_of(call.rows)) {}
 
-    int64_t tasks() const { return (call.out_features + OUTPUTS_OF_TASK - 1) / OUTPUTS_OF_TASK; }
+    int64_t tasks() const { return call.rows ? (call.out_features + OUTPUTS_OF_TASK - 1) / OUTPUTS_OF_TASK : 0; }
 
     void task(int64_t at) const {
         Shapes shapes;
@@ -329,16 +329,17 @@ class Tiled {
     }
 
     static void pack(const Linear& call, bfloat16* to) {
-        const int64_t columns = columns_of(call.rows), pairs = call.in_features / 2;
-        for (int64_t first = 0; first < call.rows; first += TILE_ROWS, to += columns * call.in_features)
-            for (int64_t column = 0; column < columns; column++) {
-                const bool there = first + column < call.rows;
-                const char* from = call.input + (first + column) * call.input_row * int64_t(sizeof(bfloat16));
-                for (int64_t pair = 0; pair < pairs; pair++) {
-                    const uint32_t both = there ? read<uint32_t>(from + pair * 4) : 0;
-                    std::memcpy(to + (pair * columns + column) * 2, &both, sizeof both);
-                }
-            }
+        const int64_t columns = columns_of(call.rows), pairs = call.in_features / 2, share = 128;
+        const int64_t tiles = (call.rows + TILE_ROWS - 1) / TILE_ROWS, shares = (pairs + share - 1) / share;
+        Tasks(tiles * shares, std::min(call.threads, call.rows * call.in_features / WORTH + 1), [&](int64_t at) {
+            const int64_t first = at / shares * TILE_ROWS, from = at % shares * share;
+            const int64_t there = std::min(columns, call.rows - first);
+            const char* const input = call.input + first * call.input_row * int64_t(sizeof(bfloat16));
+            uint32_t* own = reinterpret_cast<uint32_t*>(to) + (first * pairs + from * columns);
+            for (int64_t pair = from; pair < std::min(from + share, pairs); pair++, own += columns)
+                for (int64_t column = 0; column < columns; column++)
+                    own[column] = column < there ? read<uint32_t>(input + (column * call.input_row + 2 * pair) * 2) : 0;
+        });
     }
 
    private:
@@ -351,12 +352,12 @@ class Tiled {
         const bool ask = row == 0;
         each<tiles>([&](auto i) ALWAYS_INLINE { clear_tile<SUMS + i>(); });
         for (int64_t at = 0; at < call.in_features; at += INPUTS, packed += step) {
-            load_tile<ACTIVATIONS>(weight + at, call.weight_row * 2);
+            load_tile<LEFT>(weight + at, call.weight_row * 2);
             if (ask)
                 for (int i = 0; i < TILE_ROWS; i++) ask_for(weight + (TILE_ROWS + i) * call.weight_row + at);
             each<tiles>([&](auto i) ALWAYS_INLINE {
-                load_tile<WEIGHTS + i % 2>(packed + i * tile, columns * 4);
-                multiply_tiles<SUMS + i, ACTIVATIONS, WEIGHTS + i % 2>();
+                load_tile<RIGHT + i % 2>(packed + i * tile, columns * 4);
+                multiply_tiles<SUMS + i, LEFT, RIGHT + i % 2>();
             });
         }
         alignas(64) float sums[tiles][TILE_ROWS * TILE_ROWS];  // [outputs, columns]
@@ -378,7 +379,7 @@ class Tiled {
 };
 
 // Calls with one input share what is packed of it.
-void tiled_together(const Linear* const* calls, int64_t count) {
+inline void tiled_together(const Linear* const* calls, int64_t count) {
     static thread_local std::vector<bfloat16> room;
     static thread_local std::vector<TiledLinear> all;
     static thread_local std::vector<const TiledLinear*> each;
@@ -408,12 +409,10 @@ template <class T>
 void products(const Linear* const* calls, int64_t count) {
 #if defined(WITH_TILES)
     if constexpr (std::is_same_v<T, bfloat16>) {
-        const auto fits = [](const Linear* call) { return Tiled::fits(*call); };
-        if (std::all_of(calls, calls + count, fits)) return tiled_together(calls, count);
-        if (count > 1 && std::any_of(calls, calls + count, fits)) {  // each as if it were alone
-            for (int64_t i = 0; i < count; i++) products<T>(calls + i, 1);
-            return;
-        }
+        const int64_t fit = std::count_if(calls, calls + count, [](auto one) { return Tiled::fits(*one); });
+        if (fit == count) return tiled_together(calls, count);
+        if (fit)  // each as if it were alone
+            return void(std::for_each(calls, calls + count, [](auto& one) { products<T>(&one, 1); }));
     }
 #endif
     if constexpr (sizeof(T) < 4 && !Product<T>::pairs)

@@ -7,9 +7,10 @@
 // into a table of bfloat16 (VPERMW), and the product with two activations is one instruction
 // (VDPBF16PS). Whole numbers up to 255 are exact in bfloat16: scales are multiplied after the sum over the
 // inputs that share one. Minima are multiplied with the sum of these inputs, made once for all outputs.
-// Where there is no such instruction, activations in bfloat16 are rounded to 16 bits (rounded.h).
+// Where there is no such instruction, activations in bfloat16 are rounded to 16 bits (rounded.h); where there are
+// tiles, these multiply more than one row (tiled_units.h).
 //
-// Sums run over the inputs of a group in their order, then over the groups in theirs, however many rows
+// Sums run over the inputs of a group in one order, then over the groups in theirs, however many rows
 // there are: a row's result does not depend on what else is in the batch.
 #include <vector>
 
@@ -125,7 +126,7 @@ inline Bits without(Bits bits) { return bits >> count; }
 // The sums of the inputs that share a scale, [rows, groups of a row], where there are minima.
 struct Summed : LinearCall {
     const float* sums;
-    const float* widened;  // inputs of a row that is multiplied without tiles (amx.h)
+    const float* widened;  // the last row, if it is multiplied without tiles (tiled_units.h)
 };
 
 constexpr int SUMMED = 32;  // inputs of a group, wherever there are minima
@@ -382,7 +383,7 @@ class Unit {
     const uint8_t* group_of(int64_t at) const { return record_of(at) + F::head + at % F::groups * F::part; }
 };
 
-// Few rows with vectors, others in tiles.
+// A row with vectors, more of them in tiles.
 template <Type type>
 class TiledLinear : Linear<type, bfloat16, EvenAndOdd, float> {
     using Base = Linear<type, bfloat16, EvenAndOdd, float>;
@@ -391,8 +392,8 @@ class TiledLinear : Linear<type, bfloat16, EvenAndOdd, float> {
 
    public:
     explicit TiledLinear(const Summed& call)
-        : Base(call, call.widened - (call.rows - 1) * call.in_features), call(call), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
-          chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
+        : Base(call, call.widened - (call.rows - 1) * call.in_features), call(call),
+          units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
 
     int64_t tasks() const { return units * chunks; }
 
@@ -400,7 +401,7 @@ class TiledLinear : Linear<type, bfloat16, EvenAndOdd, float> {
         const Flushing flushing;
         const int64_t unit = at / chunks, from = at % chunks * TILED_CHUNK;
         const int64_t count = std::min(TILED_CHUNK, call.rows - from);
-        if (count <= NO_TILES) return Base::multiply(unit, from, count);
+        if (count == 1) return Base::multiply(unit, from, count);
         const Unit<type> own(call, unit);
         multiply_in_tiles(own, static_cast<const bfloat16*>(call.input), call.in_features, from, count,
                           [&](Vec<float> total, int64_t row, int block) {

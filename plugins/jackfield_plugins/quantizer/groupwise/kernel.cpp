@@ -8,9 +8,9 @@
 // into place, where the 4 lowest bits of each half are an index into a table of bfloat16. Of 8 bits,
 // a byte is put behind the exponent of 2^23, which makes it a float32 without a conversion; bfloat16 is
 // its upper half, exact for a whole number of 8 bits. Where there is no such instruction, activations in bfloat16
-// are rounded to 16 bits (rounded.h).
+// are rounded to 16 bits (rounded.h); where there are tiles, these multiply more than one row (tiled_units.h).
 //
-// Sums run over the inputs of a group in their order, then over the groups in theirs, however many
+// Sums run over the inputs of a group in one order, then over the groups in theirs, however many
 // rows there are: a row's result does not depend on what else is in the batch.
 #include "rounded_groups.h"
 #include "tiled_units.h"
@@ -66,7 +66,7 @@ inline ALWAYS_INLINE __m512bh numbers(Words packed, EvenAndOdd*, const float*) {
     return numbers<bits, turn>(packed, static_cast<Vec<float>*>(nullptr), static_cast<const bfloat16*>(nullptr));
 }
 
-// A call, and its inputs as floats, where a row is multiplied without tiles.
+// A call, and its last row as floats, if that is multiplied without tiles (tiled_units.h).
 struct Widened : Call {
     const float* widened;
 };
@@ -171,10 +171,10 @@ class Linear {
     }
 
    private:
-    static constexpr bool TILED = !std::is_same_v<Sum, Vec<float>>;
+    static constexpr bool AS_TILES = !std::is_same_v<Sum, Vec<float>>;
     using All = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 2, 3, 4, 5, 6, 7, 8>,
                                    std::integer_sequence<int, 1, 2, 3, 4>>;
-    using Sizes = std::conditional_t<TILED, std::integer_sequence<int, 1>, All>;
+    using Sizes = std::conditional_t<AS_TILES, std::integer_sequence<int, 1>, All>;
 
     template <int rows, int blocks>
     void multiply(int64_t unit, int block, int64_t from, bool first) const {
@@ -182,7 +182,7 @@ class Linear {
         const bfloat16* scale = call.scale + (unit * groups * UNIT + block) * LANES;
         const Input* own = input + from * call.in_features;
         constexpr int parts = blocks * PARTS;
-        const int64_t together = TILED ? 32 / inputs_of(bits) : steps;
+        const int64_t together = AS_TILES ? 32 / inputs_of(bits) : steps;
         Vec<float> total[rows * parts];
         each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t group = 0; group < groups; group++) {
@@ -194,7 +194,7 @@ class Linear {
                 each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Sum{}; });
                 add_group<bits, rows, parts>(weight, own, call.in_features, together, first, sums);
                 each<rows * parts>([&](auto i) ALWAYS_INLINE {
-                    if constexpr (TILED) all[i] += total_of(sums[i]);
+                    if constexpr (AS_TILES) all[i] += total_of(sums[i]);
                     else all[i] = sums[i];
                 });
                 weight += together * UNIT * BYTES;
@@ -234,7 +234,7 @@ class TiledLinear : Linear<bits, bfloat16, EvenAndOdd, float> {
         const Flushing flushing;
         const int64_t unit = at / chunks, from = at % chunks * TILED_CHUNK;
         const int64_t count = std::min(TILED_CHUNK, call.rows - from);
-        if (count <= NO_TILES) return Base::multiply(unit, from, count);
+        if (count == 1) return Base::multiply(unit, from, count);
         multiply_in_tiles(Unit<bits>(call, unit), static_cast<const bfloat16*>(call.input), call.in_features, from,
                           count, [&](Vec<float> total, int64_t row, int block) {
                               Base::write(total, row, unit * OUTPUTS + block * LANES);
