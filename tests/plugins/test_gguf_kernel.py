@@ -290,9 +290,9 @@ def test_a_process_that_may_not_use_tiles(tmp_path: Path, forks: Forks) -> None:
     """Linux or a sandbox may refuse them, where the processor has them."""
     command = compiling.compiler()
     assert command is not None
-    (tmp_path / "refusing.c").write_text(REFUSING)
+    (tmp_path / "refusing.cpp").write_text(REFUSING)
     refusing = str(tmp_path / "refusing.so")
-    arguments = ("-x", "c++", "-shared", "-fPIC", str(tmp_path / "refusing.c"), "-o", refusing)
+    arguments = ("-shared", "-fPIC", str(tmp_path / "refusing.cpp"), "-o", refusing)
     assert compiling.run([*command, *arguments]).returncode == 0
     program = (
         "import sys; sys.path += sys.argv[1:]\n"

@@ -39,7 +39,7 @@ inline ALWAYS_INLINE Vec<float> total_of(const EvenAndOdd& sum) { return Vec<flo
 //   inputs        of a tile, a piece;
 //   groups()      of inputs that share a scale;  pieces()   of a group
 //   unpack(piece, block, to)   [inputs / 2] vectors of two inputs of 16 outputs; asks for what comes later
-//   factors(group, scale, minimum)   [UNIT] vectors
+//   factors(group, scale, least)   [UNIT] vectors
 //   minimum       whether there are minima, which are multiplied with sums(), [rows, groups].
 // A sum of products starts anew with each group, and is scaled and added to a total.
 
@@ -186,6 +186,32 @@ void multiply_in_tiles(const Unit& unit, const bfloat16* input, int64_t in_featu
         for (int block = 0; block < UNIT; block++)
             write(totals[(row / TILE_ROWS * UNIT + block) * TILE_ROWS + row % TILE_ROWS], from + row, block);
 }
+
+// A product in bfloat16: a row alone in a chunk as `Base` multiplies it, with vectors and `EvenAndOdd`, more of them in
+// tiles. `Call` has `widened`, the inputs of such a row.
+template <class Base, class Unit, class Call>
+class RowOrTiles : Base {
+    const Call& call;
+    const int64_t units, chunks;
+
+   public:
+    explicit RowOrTiles(const Call& call)
+        : Base(call, call.widened ? call.widened - (call.rows - 1) * call.in_features : nullptr), call(call),
+          units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
+
+    int64_t tasks() const { return units * chunks; }
+
+    void task(int64_t at) const {
+        const Flushing flushing;
+        const int64_t unit = at / chunks, from = at % chunks * TILED_CHUNK;
+        const int64_t count = std::min(TILED_CHUNK, call.rows - from);
+        if (count == 1) return Base::multiply(unit, from, count);
+        multiply_in_tiles(Unit(call, unit), static_cast<const bfloat16*>(call.input), call.in_features, from, count,
+                          [&](Vec<float> total, int64_t row, int block) {
+                              Base::write(total, row, unit * OUTPUTS + block * LANES);
+                          });
+    }
+};
 
 // Of each call the inputs of its last row as floats, if that is alone in a chunk. Calls with one input share them.
 template <class Widened>

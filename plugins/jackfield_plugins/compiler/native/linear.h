@@ -218,9 +218,10 @@ class Product {
     }
 };
 
-// A linear, and its inputs as floats, [rows, in_features].
-struct WidenedLinear : Linear {
-    const float* floats;
+// A linear, and its inputs as a `Work` wants them.
+template <class Number>
+struct Prepared : Linear {
+    const Number* prepared;
 };
 
 // Rows from which on numbers of 16 bits are made floats, which each tile of rows would do anew: inputs once a call,
@@ -230,10 +231,17 @@ constexpr int64_t WIDENED = 16;
 template <class T>
 class Widened {
     static constexpr int lanes = Vector<float>::lanes;
-    const WidenedLinear& call;
+    const Prepared<float>& call;  // [rows, in_features]
 
    public:
-    explicit Widened(const WidenedLinear& call) : call(call) {}
+    explicit Widened(const Prepared<float>& call) : call(call) {}
+
+    static int64_t room(const Linear& call) { return call.rows * call.in_features; }
+
+    static void prepare(const Linear& call, float* to) {
+        for (int64_t row = 0; row < call.rows; row++, to += call.in_features)
+            widen(reinterpret_cast<const T*>(call.input) + row * call.input_row, call.in_features, to);
+    }
 
     int64_t tasks() const { return (call.out_features + lanes - 1) / lanes; }
 
@@ -245,7 +253,8 @@ class Widened {
             widen(reinterpret_cast<const T*>(call.weight) + (first + i) * call.weight_row, call.in_features,
                   room.data() + i * call.in_features);
         Linear own = call;
-        own.input = reinterpret_cast<const char*>(call.floats), own.weight = reinterpret_cast<const char*>(room.data());
+        own.input = reinterpret_cast<const char*>(call.prepared);
+        own.weight = reinterpret_cast<const char*>(room.data());
         own.input_row = own.weight_row = call.in_features, own.out_features = count;
         own.out += first * sizeof(T);
         if (own.bias) own.bias += first * sizeof(T);
@@ -259,57 +268,50 @@ class Widened {
     }
 };
 
-// Calls with one input share what it is as floats.
-template <class T>
-void widened_together(const Linear* const* calls, int64_t count) {
-    static thread_local std::vector<float> floats;
-    static thread_local std::vector<WidenedLinear> all;
-    static thread_local std::vector<const WidenedLinear*> each;
+// Calls with one input share what is prepared of it: `room` numbers, by `prepare`.
+template <class Work, class Number>
+void prepared_together(const Linear* const* calls, int64_t count) {
+    static thread_local std::vector<Number> numbers;
+    static thread_local std::vector<Prepared<Number>> all;
+    static thread_local std::vector<const Prepared<Number>*> each;
     int64_t room = 0;
-    for (int64_t i = 0; i < count; i++) room += calls[i]->rows * calls[i]->in_features;
-    floats.resize(std::max<size_t>(floats.size(), room));
+    for (int64_t i = 0; i < count; i++) room += Work::room(*calls[i]);
+    numbers.resize(std::max<size_t>(numbers.size(), room));
     all.clear(), each.clear();
-    float* next = floats.data();
+    Number* next = numbers.data();
     for (int64_t i = 0; i < count; i++) {
         const Linear& call = *calls[i];
-        const float* found = nullptr;
+        const Number* found = nullptr;
         for (auto& other : all)
             if (other.input == call.input && other.rows == call.rows && other.in_features == call.in_features &&
                 other.input_row == call.input_row)
-                found = other.floats;
+                found = other.prepared;
         all.push_back({call, found ? found : next});
-        if (found) continue;
-        for (int64_t row = 0; row < call.rows; row++, next += call.in_features)
-            Widened<T>::widen(reinterpret_cast<const T*>(call.input) + row * call.input_row, call.in_features, next);
+        if (!found) Work::prepare(call, next), next += Work::room(call);
     }
     for (auto& one : all) each.push_back(&one);
-    together<Widened<T>>(each.data(), count);
-    keep_little(floats);
+    together<Work>(each.data(), count);
+    keep_little(numbers);
 }
 
 #if defined(WITH_TILES)
-
-// A linear, and its inputs as tiles have them: of 16 rows at a time [inputs / 2, rows, 2], zeros where there is none.
-struct TiledLinear : Linear {
-    const bfloat16* packed;
-};
 
 // In bfloat16, with tiles (amx.h): weights are on the left, as they lie in memory, so that outputs are rows of a tile,
 // and rows its columns. The sums of 32 inputs each are added up in their order.
 class Tiled {
     static constexpr int OUTPUTS_OF_TASK = 64, INPUTS = 32;
-    const TiledLinear& call;
-    const int64_t columns;  // of a tile
+    const Prepared<bfloat16>& call;  // of 16 rows at a time [inputs / 2, rows, 2], zeros where there is none
+    const int64_t columns;           // of a tile
 
    public:
     static bool fits(const Linear& call) { return has_tiles() && call.in_features % INPUTS == 0; }
     static int64_t columns_of(int64_t rows) { return std::min<int64_t>(rows, TILE_ROWS); }
-    static int64_t packed_size(const Linear& call) {
+    static int64_t room(const Linear& call) {
         const int64_t tiles = (call.rows + TILE_ROWS - 1) / TILE_ROWS;
         return tiles * columns_of(call.rows) * call.in_features;
     }
 
-    explicit Tiled(const TiledLinear& call) : call(call), columns(columns_of(call.rows)) {}
+    explicit Tiled(const Prepared<bfloat16>& call) : call(call), columns(columns_of(call.rows)) {}
 
     int64_t tasks() const { return call.rows ? (call.out_features + OUTPUTS_OF_TASK - 1) / OUTPUTS_OF_TASK : 0; }
 
@@ -328,7 +330,7 @@ class Tiled {
         }
     }
 
-    static void pack(const Linear& call, bfloat16* to) {
+    static void prepare(const Linear& call, bfloat16* to) {
         const int64_t columns = columns_of(call.rows), pairs = call.in_features / 2, share = 128;
         const int64_t tiles = (call.rows + TILE_ROWS - 1) / TILE_ROWS, shares = (pairs + share - 1) / share;
         Tasks(tiles * shares, std::min(call.threads, call.rows * call.in_features / WORTH + 1), [&](int64_t at) {
@@ -347,7 +349,7 @@ class Tiled {
     template <int tiles>
     void multiply(int64_t output, int64_t outputs, int64_t row) const {
         const bfloat16* weight = reinterpret_cast<const bfloat16*>(call.weight) + output * call.weight_row;
-        const bfloat16* packed = call.packed + row * call.in_features;
+        const bfloat16* packed = call.prepared + row * call.in_features;
         const int64_t tile = columns * call.in_features, step = columns * INPUTS;
         const bool ask = row == 0;
         each<tiles>([&](auto i) ALWAYS_INLINE { clear_tile<SUMS + i>(); });
@@ -378,31 +380,6 @@ class Tiled {
     }
 };
 
-// Calls with one input share what is packed of it.
-inline void tiled_together(const Linear* const* calls, int64_t count) {
-    static thread_local std::vector<bfloat16> room;
-    static thread_local std::vector<TiledLinear> all;
-    static thread_local std::vector<const TiledLinear*> each;
-    int64_t size = 0;
-    for (int64_t i = 0; i < count; i++) size += Tiled::packed_size(*calls[i]);
-    room.resize(std::max<size_t>(room.size(), size));
-    all.clear(), each.clear();
-    bfloat16* next = room.data();
-    for (int64_t i = 0; i < count; i++) {
-        const Linear& call = *calls[i];
-        const bfloat16* found = nullptr;
-        for (auto& other : all)
-            if (other.input == call.input && other.rows == call.rows && other.in_features == call.in_features &&
-                other.input_row == call.input_row)
-                found = other.packed;
-        all.push_back({call, found ? found : next});
-        if (!found) Tiled::pack(call, next), next += Tiled::packed_size(call);
-    }
-    for (auto& one : all) each.push_back(&one);
-    together<Tiled>(each.data(), count);
-    keep_little(room);
-}
-
 #endif
 
 template <class T>
@@ -410,12 +387,12 @@ void products(const Linear* const* calls, int64_t count) {
 #if defined(WITH_TILES)
     if constexpr (std::is_same_v<T, bfloat16>) {
         const int64_t fit = std::count_if(calls, calls + count, [](auto one) { return Tiled::fits(*one); });
-        if (fit == count) return tiled_together(calls, count);
+        if (fit == count) return prepared_together<Tiled, bfloat16>(calls, count);
         if (fit)  // each as if it were alone
             return void(std::for_each(calls, calls + count, [](auto& one) { products<T>(&one, 1); }));
     }
 #endif
     if constexpr (sizeof(T) < 4 && !Product<T>::pairs)
-        if (calls[0]->rows >= WIDENED) return widened_together<T>(calls, count);
+        if (calls[0]->rows >= WIDENED) return prepared_together<Widened<T>, float>(calls, count);
     together<Product<T>>(calls, count);
 }

@@ -332,7 +332,7 @@ class Linear {
 
 #if defined(WITH_TILES)
 
-// A unit's weights for products in tiles (amx.h).
+// A unit's weights for products in tiles (tiled_units.h).
 template <Type type>
 class Unit {
     using F = Format<type>;
@@ -369,12 +369,12 @@ class Unit {
         });
     }
 
-    ALWAYS_INLINE void factors(int64_t at, Vec<float>* scale, Vec<float>* minimum_) const {
+    ALWAYS_INLINE void factors(int64_t at, Vec<float>* scale, Vec<float>* least) const {
         const uint8_t *const record = record_of(at), *const group = group_of(at);
         if (at % F::groups == 0) ask_for(record + F::record + AHEAD, F::head);
         each<UNIT>([&](auto block) ALWAYS_INLINE {
             scale[block] = scale_of<type>(record, group, block * LANES);
-            if constexpr (F::minimum) minimum_[block] = minimum_of<type>(record, group, block * LANES);
+            if constexpr (F::minimum) least[block] = minimum_of<type>(record, group, block * LANES);
         });
     }
 
@@ -383,32 +383,8 @@ class Unit {
     const uint8_t* group_of(int64_t at) const { return record_of(at) + F::head + at % F::groups * F::part; }
 };
 
-// A row with vectors, more of them in tiles.
 template <Type type>
-class TiledLinear : Linear<type, bfloat16, EvenAndOdd, float> {
-    using Base = Linear<type, bfloat16, EvenAndOdd, float>;
-    const Summed& call;
-    const int64_t units, chunks;
-
-   public:
-    explicit TiledLinear(const Summed& call)
-        : Base(call, call.widened - (call.rows - 1) * call.in_features), call(call),
-          units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
-
-    int64_t tasks() const { return units * chunks; }
-
-    void task(int64_t at) const {
-        const Flushing flushing;
-        const int64_t unit = at / chunks, from = at % chunks * TILED_CHUNK;
-        const int64_t count = std::min(TILED_CHUNK, call.rows - from);
-        if (count == 1) return Base::multiply(unit, from, count);
-        const Unit<type> own(call, unit);
-        multiply_in_tiles(own, static_cast<const bfloat16*>(call.input), call.in_features, from, count,
-                          [&](Vec<float> total, int64_t row, int block) {
-                              Base::write(total, row, unit * OUTPUTS + block * LANES);
-                          });
-    }
-};
+using TiledLinear = RowOrTiles<Linear<type, bfloat16, EvenAndOdd, float>, Unit<type>, Summed>;
 
 #endif
 

@@ -216,31 +216,8 @@ class Linear {
 
 #if defined(WITH_TILES)
 
-// A row with vectors, more of them in tiles.
 template <int bits>
-class TiledLinear : Linear<bits, bfloat16, EvenAndOdd, float> {
-    using Base = Linear<bits, bfloat16, EvenAndOdd, float>;
-    const Call& call;
-    const int64_t units, chunks;
-
-   public:
-    explicit TiledLinear(const Widened& call)
-        : Base(call, call.widened - (call.rows - 1) * call.in_features), call(call),
-          units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
-
-    int64_t tasks() const { return units * chunks; }
-
-    void task(int64_t at) const {
-        const Flushing flushing;
-        const int64_t unit = at / chunks, from = at % chunks * TILED_CHUNK;
-        const int64_t count = std::min(TILED_CHUNK, call.rows - from);
-        if (count == 1) return Base::multiply(unit, from, count);
-        multiply_in_tiles(Unit<bits>(call, unit), static_cast<const bfloat16*>(call.input), call.in_features, from,
-                          count, [&](Vec<float> total, int64_t row, int block) {
-                              Base::write(total, row, unit * OUTPUTS + block * LANES);
-                          });
-    }
-};
+using TiledLinear = RowOrTiles<Linear<bits, bfloat16, EvenAndOdd, float>, Unit<bits>, Widened>;
 
 struct TiledProduct {
     const Widened& call;
