@@ -35,11 +35,18 @@ _SCALES: dict[Type, dict[int, float]] = {
 }
 
 
-def random_blocks(kind: Type, rows: int, columns: int, size: float = 1.0, seed: int = 0) -> Any:
-    """uint8 `[rows, bytes]` of blocks of all kinds of bits, whose weights are of about `size`."""
+def random_blocks(
+    kind: Type, rows: int, columns: int, size: float = 1.0, seed: int = 0, byte: int | None = None
+) -> Any:
+    """uint8 `[rows, bytes]` of blocks of all kinds of bits, whose weights are of about `size`.
+
+    `byte`: every one, but for those of scales.
+    """
     numbers, width = GGML_QUANT_SIZES[kind]
     drawn = np.random.default_rng(seed)
     blocks = drawn.integers(0, 256, (rows, columns // numbers, width), dtype=np.uint8)
+    if byte is not None:
+        blocks[...] = byte
     for place, share in _SCALES[kind].items():
         scale = share * size * drawn.uniform(0.5, 1.5, blocks.shape[:2])
         blocks[..., place : place + 2] = scale.astype("<f2")[..., None].view(np.uint8)

@@ -167,10 +167,18 @@ def test_numbers_are_exact(kind: str, dtype: torch.dtype) -> None:
 
 
 def far_apart(count: int, size: int) -> torch.Tensor:
-    """Numbers whose sums hang on their order, and rows of the smallest."""
+    """Numbers whose sums hang on their order, and rows of the smallest and of the largest."""
     found = torch.randn(count, size) * (2 * torch.randn(count, size)).exp()
     found[::128] *= 2.0**-125
+    found[3::64] = torch.randn(size) * 2.0**112
     return found
+
+
+def largest(count: int, size: int) -> torch.Tensor:
+    """Numbers whose sums are as large as can be, and odd as whole numbers."""
+    found = torch.full((count, size), 2 - 2**-7)
+    found[:, 6::16] = found[:, 15::16] = 2.0**-14
+    return found * (1 - 2 * (torch.arange(count) % 2)).unsqueeze(-1)
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -183,10 +191,23 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
     hidden = far_apart(140, 1024).to(dtype)
     torch.set_num_threads(2)
     together = linear(hidden, packed, None, matrix, int8)
-    for number, count in enumerate((*range(1, 14), 16, 17, 48, 49, 128, 129, 130)):
+    for number, count in enumerate((*range(1, 14), 16, 17, 48, 49, 128, 129, 130, 133)):
         torch.set_num_threads(1 + number % 3)
         found = linear(hidden[:count], packed, None, matrix, int8)
         assert torch.equal(found, together[:count]), count
+
+
+@pytest.mark.parametrize("byte", [0, 255])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_sums_of_the_largest_numbers(kind: str, byte: int) -> None:
+    blocks = random_blocks(Type[kind], 70, 512, byte=byte)
+    packed, matrix = pack(torch.from_numpy(blocks), Matrix(kind, 70, 512)), Matrix(kind, 70, 512)
+    hidden = largest(20, 512).bfloat16()
+    found = linear(hidden, packed, None, matrix)
+    exact = hidden.double() @ weights(blocks, Type[kind]).double().T
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=0)
+    for count in (1, 2, 5, 6, 9):
+        assert torch.equal(linear(hidden[:count], packed, None, matrix), found[:count])
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -162,10 +162,27 @@ def test_native_bits_depend_neither_on_the_batch_nor_on_threads(
     torch.set_num_threads(2)
     together = new(hidden)
     torch.set_num_threads(1)
-    for rows in (*range(1, 14), 16, 17, 48, 49, 128, 129):
+    for rows in (*range(1, 14), 16, 17, 48, 49, 128, 129, 133):
         assert torch.equal(new(hidden[:rows]), together[:rows]), rows
     assert NativeProduct.batch_invariant
     assert not TorchProduct.batch_invariant
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_of_the_largest_numbers(bits: int, group_size: int) -> None:
+    """As large as can be, and odd as whole numbers."""
+    new = GroupwiseLinear(512, 70, False, product_of("native"), group_size=group_size, bits=bits)
+    quantized = quantize(torch.full((70, 512), -1.0), group_size=group_size, bits=bits)
+    new.set_weight(quantized, None)
+    hidden = torch.full((20, 512), 2 - 2**-7).bfloat16()
+    hidden[:, 6::16] = hidden[:, 15::16] = 2.0**-14
+    hidden[1::2] *= -1
+    found = new(hidden)
+    exact = hidden.double() @ dequantize(quantized, bits=bits).double().T
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=0)
+    for rows in (1, 2, 5, 6, 9):
+        assert torch.equal(new(hidden[:rows]), found[:rows])
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

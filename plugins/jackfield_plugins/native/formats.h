@@ -254,3 +254,8 @@ struct LinearCall {
     const void* bias;       // [out_features], or none
     int64_t rows, in_features, out_features, type, floats, threads;  // floats: not bfloat16
 };
+
+inline bool same_input(const LinearCall& one, const LinearCall& other) {
+    return one.input == other.input && one.rows == other.rows && one.floats == other.floats &&
+           one.in_features == other.in_features;
+}

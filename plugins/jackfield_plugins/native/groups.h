@@ -13,3 +13,9 @@ struct Call {
     const void* bias;       // [out_features], or none
     int64_t rows, in_features, out_features, group_size, bits, floats, threads;  // floats: not bfloat16
 };
+
+inline bool same_input(const Call& one, const Call& other) {
+    return one.input == other.input && one.rows == other.rows && one.floats == other.floats &&
+           one.in_features == other.in_features &&
+           one.group_size == other.group_size;
+}

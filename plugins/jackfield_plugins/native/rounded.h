@@ -1,13 +1,14 @@
-// Activations rounded to whole numbers, 32 that share a scale, and their products with whole numbers, whose sums are
-// exact: of bytes, as llama.cpp's Q8_0 rounds them, four in one instruction (VPDPBUSD); or of 16 bits, two in one
-// (VPMADDWD), for activations in bfloat16 where the machine cannot multiply these. Of 16 bits an activation is off by
-// 2^-16 of the largest of its 32 at most, which in bfloat16 is itself off by up to 2^-9; 32 below 2^-100 are nothing.
+// Activations rounded to whole numbers, a few that share a scale, and their products with whole numbers, whose sums are
+// exact: of bytes, 32 with a scale, as llama.cpp's Q8_0 rounds them, four in one instruction (VPDPBUSD); or of 16 bits,
+// two in one (VPDPWSSD, VPMADDWD), for activations in bfloat16. For these the scale is a power of 2: those that are at
+// least 2^-7 of the largest that shares it stay what they are, smaller ones are off by up to 2^-15 of it, where bfloat16
+// itself is off by up to 2^-9. Where all are below 2^-100 they are nothing.
 #pragma once
 #include <vector>
 
 #include "tiles.h"
 
-constexpr int ROUNDED = 32;  // activations that share a scale
+constexpr int ROUNDED = 32;  // activations of a piece, which share a scale, perhaps with the pieces beside it
 // Rows of a tile.
 using Sizes = std::conditional_t<WIDTH == 64, std::integer_sequence<int, 1, 2, 4, 8>,
                                  std::integer_sequence<int, 1, 2, 4>>;
@@ -27,10 +28,75 @@ constexpr int ORDER[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 template <>
 constexpr int ORDER<int8_t>[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-// What whole numbers say of as many activations; bytes in a line of memory, so that a row has one address.
+// Of activations that share a scale: what makes them whole numbers, and back. What is not finite leaves no scale but NaN.
+struct Rounding {
+    float by = 0, scale = 0;
+};
+
+// The largest size among `count` activations, a multiple of `ROUNDED`, as bits of a float: of what is not finite they are
+// larger than of any number.
+template <class T>
+inline uint32_t most_of(const T* from, int64_t count) {
+    const auto larger = [](Integers a, Integers b) { return a > b ? a : b; };
+    Integers all{};
+    for (int64_t i = 0; i < count; i += WIDE) all = larger(all, as<Integers>(load(from + i)) & 0x7fffffff);
+    return across(all, larger)[0];
+}
+
+#if defined(__AVX512BW__)
+inline uint32_t most_of(const bfloat16* from, int64_t count) {
+    __m512i all{};
+    for (int64_t i = 0; i < count; i += 32)
+        all = _mm512_max_epu16(all, _mm512_and_si512(_mm512_loadu_si512(from + i), _mm512_set1_epi16(0x7fff)));
+    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return uint32_t(~_mm_cvtsi128_si32(_mm_minpos_epu16(~eight))) << 16;
+}
+#endif
+
+// Where that is the largest of them.
+template <class Number>
+inline Rounding rounding_of(uint32_t most) {
+    const uint32_t power = most & 0x7f800000;
+    const float largest = as<float>(most), none = largest * 0.0f;
+    if (largest < 0x1p-100f) return {};  // or what follows would be infinite
+    if constexpr (sizeof(Number) == 1) return {127 / largest, largest / 127 + none};
+    return {as<float>(((2 * 127 + 14) << 23) - power), as<float>(power - (14 << 23)) + none};
+}
+
+// To the nearest, ties to even: as float, 1.5 * 2^23 more.
+inline ALWAYS_INLINE Vec<float> whole_of(Vec<float> activations, const Rounding& rounding) {
+    Vec<float> share = activations * rounding.by;
+    as_written(share);
+    return share + 0x1.8p23f;
+}
+
+// Activations of a piece in a line of memory, which a tile reads at once.
+struct alignas(64) Flat {
+    bfloat16 values[ROUNDED];
+};
+
+// The activations that whole numbers of 16 bits stand for.
+inline void flatten(const bfloat16* from, int64_t count, bfloat16* to) {
+    const uint32_t most = most_of(from, count), power = most & 0x7f800000;
+    const Rounding rounding = rounding_of<int16_t>(most);
+    // Added to an activation and subtracted again, it leaves the same as to make it whole and go back.
+    const float shift = as<float>((power + (9 << 23)) | 0x400000);
+    const bool usual = most - 0x0d800000 < 0x76800000 - 0x0d800000;  // from 2^-100 to 2^110
+    for (int64_t i = 0; i < count; i += 2 * WIDE) {
+        const Words both = read<Words>(from + i);
+        const auto flat = [&](Words bits) ALWAYS_INLINE {
+            const auto x = as<Vec<float>>(bits);
+            return as<Words>(usual ? (x + shift) - shift : (whole_of(x, rounding) - 0x1.8p23f) * rounding.scale);
+        };
+        const Words made = flat(both << 16) >> 16 | flat(both & 0xffff0000);
+        std::memcpy(to + i, &made, sizeof made);
+    }
+}
+
+// What whole numbers say of a piece; bytes in a line of memory, so that a row has one address.
 template <class Number>
 struct alignas(sizeof(Number) == 1 ? 64 : 32) Rounded {
-    static constexpr float LARGEST = sizeof(Number) == 1 ? 127 : 32767;
     Number values[ROUNDED];  // each 8 in `ORDER`
     float scale;
     float sum;          // of the activations that they stand for
@@ -39,32 +105,17 @@ struct alignas(sizeof(Number) == 1 ? 64 : 32) Rounded {
 
     Rounded() = default;
 
-    // To the nearest, ties to even. What is not finite leaves no scale but NaN.
     template <class T>
-    explicit Rounded(const T* from) {
-        constexpr int parts = ROUNDED / WIDE;
-        const auto larger = [](Integers a, Integers b) { return a > b ? a : b; };
-        Vec<float> x[parts];
-        Integers most{};  // as bits: of what is not finite they are larger than of any number
-        each<parts>([&](auto i) ALWAYS_INLINE {
-            x[i] = load(from + i * WIDE);
-            most = larger(most, as<Integers>(x[i]) & 0x7fffffff);
-        });
-        const float largest = as<float>(across(most, larger)[0]), none = largest * 0.0f;
-        const bool nothing = largest < 0x1p-100f;  // or its inverse would be infinite
-        const float by = nothing ? 0.0f : LARGEST / largest;
+    Rounded(const T* from, const Rounding& rounding) : scale(rounding.scale) {
         Integers sums[2] = {};
-        each<parts>([&](auto i) ALWAYS_INLINE {
-            Vec<float> share = x[i] * by;
-            as_written(share);
-            const Integers whole = as<Integers>(share + 0x1.8p23f) - 0x4b400000;
+        each<ROUNDED / WIDE>([&](auto i) ALWAYS_INLINE {
+            const Integers whole = as<Integers>(whole_of(load(from + i * WIDE), rounding)) - 0x4b400000;
             sums[i * WIDE / (ROUNDED / 2)] -= whole;
             place(whole, i * WIDE);
         });
         for (int half = 0; half < 2; half++)
             halves[half] = across(sums[half], [](Integers a, Integers b) { return a + b; })[0];
         less = halves[0] + halves[1];
-        scale = (nothing ? 0.0f : largest / LARGEST) + none;
         sum = scale * -less;
     }
 
@@ -182,6 +233,14 @@ class Sum<bits, int16_t> {
     ALWAYS_INLINE void settle(int) {}
 };
 
+// More of `all`: a sum of products, with the scales of weights and of activations. Of 16 bits sums first become those
+// that tiles have; of bytes they could be infinite then.
+template <class Number>
+inline ALWAYS_INLINE Vec<float> settled(Vec<float> sum, Vec<float> of_weights, float of_activations, Vec<float> all) {
+    if constexpr (sizeof(Number) == 1) return fused(sum, of_weights * of_activations, all);
+    return fused(sum * of_activations, of_weights, all);
+}
+
 // A call, and what whole numbers say of its activations, [rows, in_features / ROUNDED].
 template <class Call, class Number>
 struct RoundedCall : Call {
@@ -190,43 +249,53 @@ struct RoundedCall : Call {
     explicit RoundedCall(const Call& call) : Call(call) {}
 };
 
-template <class T, class Call, class Number>
-void fill(std::vector<Rounded<Number>>& room, const Call& call) {
-    const int64_t groups = call.in_features / ROUNDED, all = call.rows * call.in_features;
-    if (int64_t(room.size()) < call.rows * groups) room.resize(call.rows * groups);
-    Tasks(call.rows, std::min(call.threads, all * 4 / WORTH + 1), [&](int64_t row) {
-        for (int64_t at = row * groups; at < (row + 1) * groups; at++)
-            room[at] = Rounded<Number>(static_cast<const T*>(call.input) + at * ROUNDED);
+// How many activations of a call share a scale, of bytes as few as they can.
+template <class Number, class Call>
+int64_t shared(const Call& call) { return sizeof(Number) == 1 ? ROUNDED : sharing(call); }
+
+// Of `count` rows from row `from` on.
+template <class Number, class Call>
+void round_rows(const Call& call, int64_t from, int64_t count, Rounded<Number>* to) {
+    const int64_t of_scale = shared<Number>(call);
+    const auto as = [&](const auto* input) {
+        Tasks(count, std::min(call.threads, count * call.in_features * 4 / WORTH + 1), [&](int64_t row) {
+            const auto* own = input + (from + row) * call.in_features;
+            Rounded<Number>* piece = to + row * (call.in_features / ROUNDED);
+            for (int64_t at = 0; at < call.in_features; at += of_scale) {
+                const Rounding rounding = rounding_of<Number>(most_of(own + at, of_scale));
+                for (int64_t i = at; i < at + of_scale; i += ROUNDED) *piece++ = {own + i, rounding};
+            }
+        });
+    };
+    if constexpr (sizeof(Number) == 1)
+        if (call.floats) return as(static_cast<const float*>(call.input));
+    as(static_cast<const bfloat16*>(call.input));
+}
+
+// All rows of a call as the activations that whole numbers of 16 bits stand for.
+template <class Call>
+void flatten_rows(const Call& call, Flat* to) {
+    const int64_t of_scale = shared<int16_t>(call);
+    Tasks(call.rows, std::min(call.threads, call.rows * call.in_features / WORTH + 1), [&](int64_t row) {
+        const int64_t from = row * call.in_features;
+        for (int64_t at = from; at < from + call.in_features; at += of_scale)
+            flatten(static_cast<const bfloat16*>(call.input) + at, of_scale, to->values + at);
     });
 }
 
-// Calls with one input share what whole numbers say of it.
-template <class Call, class Number>
-void round_inputs(std::vector<RoundedCall<Call, Number>>& all, std::vector<std::vector<Rounded<Number>>>& rooms) {
-    rooms.resize(std::max(rooms.size(), all.size()));
-    auto room = rooms.begin();
-    for (auto& one : all) {
-        for (auto& other : all)
-            if (other.rounded && other.input == one.input && other.rows == one.rows &&
-                other.in_features == one.in_features && other.floats == one.floats)
-                one.rounded = other.rounded;
-        if (one.rounded) continue;
-        if (one.floats) fill<float>(*room, one);
-        else fill<bfloat16>(*room, one);
-        one.rounded = room++->data();
-    }
-}
-
-// All products as one parallel region: `Product` is made of a `RoundedCall`.
+// All products as one parallel region: `Product` is made of a `RoundedCall`. Numbers of 16 bits are those of bfloat16.
 template <class Product, class Number, class Call>
 void rounded_together(const Call* const* calls, int64_t count) {
     static thread_local std::vector<RoundedCall<Call, Number>> all;
     static thread_local std::vector<const RoundedCall<Call, Number>*> each;
+    static thread_local std::vector<Rounded<Number>> room;
     all.clear(), each.clear();
     for (int64_t i = 0; i < count; i++) all.emplace_back(*calls[i]);
     for (auto& one : all) each.push_back(&one);
-    static thread_local std::vector<std::vector<Rounded<Number>>> rooms;
-    round_inputs(all, rooms);
+    prepare(
+        all, &RoundedCall<Call, Number>::rounded, room,
+        [](const Call& call) { return call.rows * (call.in_features / ROUNDED); },
+        [](const Call& call, Rounded<Number>* to) { round_rows(call, 0, call.rows, to); });
     together<Product>(each.data(), count);
-    for (auto& room : rooms) keep_little(room);
+    keep_little(room);
 }

@@ -59,6 +59,12 @@ inline ALWAYS_INLINE Words of_turn(const uint8_t* low, Words high, const int8_t*
     }
 }
 
+// Whether sums of weights and activations of 16 bits, of those with a scale, are exact in float32.
+inline bool is_whole(const LinearCall& call) { return call.type != Q8_0; }
+
+// How many activations of 16 bits share a scale.
+inline int64_t sharing(const LinearCall&) { return ROUNDED; }
+
 template <Type type, class Number>
 class RoundedLinear {
     using F = Format<type>;
@@ -67,18 +73,32 @@ class RoundedLinear {
     const int64_t units, chunks, records;
 
    public:
-    explicit RoundedLinear(const RoundedCall<LinearCall, Number>& own)
-        : call(own), input(own.rounded), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+    explicit RoundedLinear(const RoundedCall<LinearCall, Number>& own) : RoundedLinear(own, own.rounded) {}
+    RoundedLinear(const LinearCall& call, const Rounded<Number>* input)
+        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
           chunks((call.rows + CHUNK - 1) / CHUNK), records(call.in_features / F::inputs) {}
 
     int64_t tasks() const { return units * chunks; }
 
     void task(int64_t at) const {
-        int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        int64_t from = at % chunks * CHUNK;
+        multiply(at / chunks, from, std::min(CHUNK, call.rows - from));
+    }
+
+   protected:
+    void multiply(int64_t unit, int64_t from, int64_t count) const {
         in_tiles<blocks_of>(Sizes(), from, count,
                             [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
-                                multiply<size, blocks>(rows, at / chunks, block, row, first);
+                                multiply<size, blocks>(rows, unit, block, row, first);
                             });
+    }
+
+    void write(Vec<float> total, int64_t row, int64_t output) const {
+        const auto as = [&](auto* out, auto* bias) {
+            write_outputs(total, output, call.out_features, bias, out + row * call.out_features);
+        };
+        if (call.floats) as(static_cast<float*>(call.out), static_cast<const float*>(call.bias));
+        else as(static_cast<bfloat16*>(call.out), static_cast<const bfloat16*>(call.bias));
     }
 
    private:
@@ -117,7 +137,7 @@ class RoundedLinear {
                 each<rows>([&](auto i) ALWAYS_INLINE {
                     const Rounded<Number>& own = row[i][place];
                     Vec<float>& all = total[i * parts + part];
-                    all = fused(sums[i * parts + part].total(), scale * own.scale, all);
+                    all = settled<Number>(sums[i * parts + part].total(), scale, own.scale, all);
                     if constexpr (F::minimum) all = fused(minimum, everywhere(own.sum), all);
                 });
             });
@@ -125,16 +145,8 @@ class RoundedLinear {
         }
         each<rows * parts>([&](auto i) ALWAYS_INLINE {
             int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            if (i / parts >= count) return;
-            if (call.floats) write<float>(total[i], from + i / parts, output);
-            else write<bfloat16>(total[i], from + i / parts, output);
+            if (i / parts < count) write(total[i], from + i / parts, output);
         });
-    }
-
-    template <class T>
-    void write(Vec<float> total, int64_t row, int64_t output) const {
-        T* out = static_cast<T*>(call.out) + row * call.out_features;
-        write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
     }
 
     // Of the outputs from vector `from` of a unit on. `ask`: for weights before their turn, a piece at a time.

@@ -1,8 +1,8 @@
 // Products with weights of 4 or 8 bits with one scale a group, with activations that are rounded to whole numbers.
 // Weights lie as for other activations.
 //
-// Sums run over 32 inputs, which are whole numbers, then over these in their order, however many rows there
-// are: a row's result does not depend on what else is in the batch.
+// Sums run over the inputs that share a scale of activations, which are whole numbers, then over these in their order,
+// however many rows there are: a row's result does not depend on what else is in the batch.
 #pragma once
 #include "groups.h"
 #include "rounded.h"
@@ -28,27 +28,47 @@ inline ALWAYS_INLINE Words of_turn(const uint8_t* weight, const int8_t*) {
     return ((first >> 8 & 0x00ff00ff) | (second & 0xff00ff00)) ^ sign;
 }
 
+// Whether sums of weights and activations of 16 bits, of those with a scale, are exact in float32.
+inline bool is_whole(const Call& call) { return call.bits < 8; }
+
+// How many activations of 16 bits share a scale.
+inline int64_t sharing(const Call& call) { return call.group_size; }
+
 template <int bits, class Number>
 class RoundedLinear {
     static constexpr int OF_EIGHT = bits == 4 ? 1 : 2;  // words of eight inputs of an output
     const Call& call;
     const Rounded<Number>* const input;
-    const int64_t units, chunks, places, of_group;  // groups of activations, in all and in one of weights
+    const int64_t units, chunks, places, of_group, of_scale;  // pieces in all, of a group, with a scale of activations
 
    public:
-    explicit RoundedLinear(const RoundedCall<Call, Number>& own)
-        : call(own), input(own.rounded), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+    explicit RoundedLinear(const RoundedCall<Call, Number>& own) : RoundedLinear(own, own.rounded) {}
+    RoundedLinear(const Call& call, const Rounded<Number>* input)
+        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
           chunks((call.rows + CHUNK - 1) / CHUNK), places(call.in_features / ROUNDED),
-          of_group(call.group_size / ROUNDED) {}
+          of_group(call.group_size / ROUNDED), of_scale(shared<Number>(call) / ROUNDED) {}
 
     int64_t tasks() const { return units * chunks; }
 
     void task(int64_t at) const {
-        int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        int64_t from = at % chunks * CHUNK;
+        multiply(at / chunks, from, std::min(CHUNK, call.rows - from));
+    }
+
+   protected:
+    void multiply(int64_t unit, int64_t from, int64_t count) const {
         in_tiles<blocks_of>(Sizes(), from, count,
                             [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
-                                multiply<size, blocks>(rows, at / chunks, block, row, first);
+                                multiply<size, blocks>(rows, unit, block, row, first);
                             });
+    }
+
+    void write(Vec<float> total, int64_t row, int64_t output) const {
+        const auto as = [&](auto* out, auto* bias) {
+            write_outputs(total, output, call.out_features, bias, out + row * call.out_features);
+        };
+        if (call.floats) as(static_cast<float*>(call.out), static_cast<const float*>(call.bias));
+        else as(static_cast<bfloat16*>(call.out), static_cast<const bfloat16*>(call.bias));
     }
 
    private:
@@ -63,31 +83,31 @@ class RoundedLinear {
         });
         Vec<float> total[rows * parts];
         each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
-        for (int64_t place = 0; place < places; place++, weight += size) {
+        for (int64_t place = 0; place < places; place += of_scale) {
             if (first && place % of_group == 0)
                 ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6, OUTPUTS * sizeof *scale);
             Sum<bits, Number> sums[rows * parts];
             each<rows>([&](auto i) ALWAYS_INLINE {
                 Integers less{};
                 if constexpr (bits_less<bits, Number> > 0)
-                    less = (Integers{} + row[i][place].less) << bits_less<bits, Number>;
+                    for (int64_t at = place; at < place + of_scale; at++)
+                        less += (Integers{} + row[i][at].less) << bits_less<bits, Number>;
                 each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = Sum<bits, Number>(less); });
             });
-            add_place<rows, parts>(weight + block * BYTES, row, place, first, sums);
+            for (int64_t at = place; at < place + of_scale; at++, weight += size)
+                add_place<rows, parts>(weight + block * BYTES, row, at, first, sums);
             each<parts>([&](auto part) ALWAYS_INLINE {
                 const Vec<float> factor = load(scale + part * WIDE);
                 each<rows>([&](auto i) ALWAYS_INLINE {
                     Vec<float>& all = total[i * parts + part];
-                    all = fused(sums[i * parts + part].total(), factor * row[i][place].scale, all);
+                    all = settled<Number>(sums[i * parts + part].total(), factor, row[i][place].scale, all);
                 });
             });
-            if ((place + 1) % of_group == 0) scale += OUTPUTS;
+            if ((place + of_scale) % of_group == 0) scale += OUTPUTS;
         }
         each<rows * parts>([&](auto i) ALWAYS_INLINE {
             int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            if (i / parts >= count) return;
-            if (call.floats) write<float>(total[i], from + i / parts, output);
-            else write<bfloat16>(total[i], from + i / parts, output);
+            if (i / parts < count) write(total[i], from + i / parts, output);
         });
     }
 
@@ -109,12 +129,6 @@ class RoundedLinear {
             });
             each<rows * parts>([&](auto at) ALWAYS_INLINE { sums[at].settle(i + 8); });
         }
-    }
-
-    template <class T>
-    void write(Vec<float> total, int64_t row, int64_t output) const {
-        T* out = static_cast<T*>(call.out) + row * call.out_features;
-        write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
     }
 };
 

@@ -1,13 +1,15 @@
 // Products with weights in units of 64 outputs, in tiles (amx.h): activations are on the left, where they lie, weights
 // on the right, unpacked into the cache.
 //
-// One row, for which tiles do not pay, is summed as they do it with vectors (`EvenAndOdd`), so that a row's bits do not
-// depend on how many there are.
+// A row's bits do not depend on how many there are, though few rows, for which tiles do not pay, are multiplied with
+// vectors. Where weights have fewer than 8 bits, activations are whole numbers but for a scale (rounded.h), so that the sums
+// of tiles are exact: those of the even inputs and of the odd ones are up to 2^24. Of 8 bits they are not, and vectors sum
+// them as tiles do (`EvenAndOdd`).
 #pragma once
 #include <vector>
 
 #include "amx.h"
-#include "tiles.h"
+#include "rounded.h"
 
 #if defined(WITH_TILES)
 
@@ -28,10 +30,9 @@ struct EvenAndOdd {
     Vec<float> even{}, odd{};
 };
 
-inline ALWAYS_INLINE void add(EvenAndOdd& sum, __m512bh weight, const float* input) {
-    const Words both = as<Words>(weight);
-    sum.even = fused(as<Vec<float>>(both << 16), everywhere(input[0]), sum.even);
-    sum.odd = fused(as<Vec<float>>(both & 0xffff0000), everywhere(input[1]), sum.odd);
+inline ALWAYS_INLINE void add(EvenAndOdd& sum, const Two& weight, const float* input) {
+    sum.even = fused(weight.even, everywhere(input[0]), sum.even);
+    sum.odd = fused(weight.odd, everywhere(input[1]), sum.odd);
 }
 inline ALWAYS_INLINE Vec<float> total_of(const EvenAndOdd& sum) { return Vec<float>{} + (sum.even + sum.odd); }
 
@@ -187,17 +188,74 @@ void multiply_in_tiles(const Unit& unit, const bfloat16* input, int64_t in_featu
             write(totals[(row / TILE_ROWS * UNIT + block) * TILE_ROWS + row % TILE_ROWS], from + row, block);
 }
 
-// A product in bfloat16: a row alone in a chunk as `Base` multiplies it, with vectors and `EvenAndOdd`, more of them in
-// tiles. `Call` has `widened`, the inputs of such a row.
-template <class Base, class Unit, class Call>
-class RowOrTiles : Base {
+// Rows that are multiplied faster with vectors.
+template <class Call>
+int64_t few_of(const Call& call) { return is_whole(call) ? 5 : 2; }
+
+// A call, and what is made of its inputs. Of its last rows, where they are that few, whole numbers or floats, as if all were
+// there. If there are more, and whole numbers are what is multiplied, all are `flat`.
+template <class Call>
+struct ForTiles : Call {
+    const Rounded<int16_t>* rounded = nullptr;
+    const float* widened = nullptr;
+    const Flat* flat = nullptr;
+
+    explicit ForTiles(const Call& call) : Call(call) {}
+};
+
+// Rooms for these.
+class TileInputs {
+    std::vector<Rounded<int16_t>> numbers;
+    std::vector<float> floats;
+    std::vector<Flat> flats;
+
+   public:
+    template <class Call>
+    void make(std::vector<ForTiles<Call>>& all) {
+        using Own = ForTiles<Call>;
+        const auto rest = [](const Own& call) {
+            const int64_t rows = call.rows % TILED_CHUNK;
+            return rows <= few_of(call) ? rows : 0;
+        };
+        prepare(
+            all, &Own::rounded, numbers,
+            [&](const Own& call) { return is_whole(call) ? rest(call) * call.in_features / ROUNDED : 0; },
+            [&](const Own& call, Rounded<int16_t>* to) { round_rows(call, call.rows - rest(call), rest(call), to); });
+        prepare(
+            all, &Own::widened, floats,
+            [&](const Own& call) { return is_whole(call) ? 0 : rest(call) * call.in_features; },
+            [&](const Own& call, float* to) {
+                const auto* end = static_cast<const bfloat16*>(call.input) + call.rows * call.in_features;
+                const int64_t count = rest(call) * call.in_features;
+                for (int64_t i = 0; i < count; i += WIDE) store(load(end - count + i), to + i);
+            });
+        prepare(
+            all, &Own::flat, flats,
+            [](const Own& call) {
+                return is_whole(call) && call.rows > few_of(call) ? call.rows * call.in_features / ROUNDED : 0;
+            },
+            [](const Own& call, Flat* to) { flatten_rows(call, to); });
+        for (auto& one : all) {
+            const int64_t before = (one.rows - rest(one)) * one.in_features;
+            if (one.rounded) one.rounded -= before / ROUNDED;
+            if (one.widened) one.widened -= before;
+            if (one.flat) one.input = one.flat;
+        }
+    }
+
+    void clear() { keep_little(numbers), keep_little(floats), keep_little(flats); }
+};
+
+// A product in bfloat16: few rows of a chunk as `Base` multiplies `few` with vectors, more of them in tiles.
+template <class Base, auto few, class Unit, class Call>
+class FewOrTiles : Base {
     const Call& call;
     const int64_t units, chunks;
 
    public:
-    explicit RowOrTiles(const Call& call)
-        : Base(call, call.widened ? call.widened - (call.rows - 1) * call.in_features : nullptr), call(call),
-          units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
+    explicit FewOrTiles(const Call& call)
+        : Base(call, call.*few), call(call), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+          chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
 
     int64_t tasks() const { return units * chunks; }
 
@@ -205,7 +263,7 @@ class RowOrTiles : Base {
         const Flushing flushing;
         const int64_t unit = at / chunks, from = at % chunks * TILED_CHUNK;
         const int64_t count = std::min(TILED_CHUNK, call.rows - from);
-        if (count == 1) return Base::multiply(unit, from, count);
+        if (count <= few_of(call)) return Base::multiply(unit, from, count);
         multiply_in_tiles(Unit(call, unit), static_cast<const bfloat16*>(call.input), call.in_features, from, count,
                           [&](Vec<float> total, int64_t row, int block) {
                               Base::write(total, row, unit * OUTPUTS + block * LANES);
@@ -213,23 +271,8 @@ class RowOrTiles : Base {
     }
 };
 
-// Of each call the inputs of its last row as floats, if that is alone in a chunk. Calls with one input share them.
-template <class Widened>
-void widen_inputs(std::vector<Widened>& all, std::vector<float>& made) {
-    int64_t room = 0;
-    for (auto& one : all) room += one.in_features;
-    made.resize(std::max<size_t>(made.size(), room));
-    float* next = made.data();
-    for (auto& one : all) {
-        if (one.rows % TILED_CHUNK != 1) continue;
-        for (auto& other : all)
-            if (other.widened && other.input == one.input && other.rows == one.rows &&
-                other.in_features == one.in_features)
-                one.widened = other.widened;
-        if (one.widened) continue;
-        const bfloat16* from = static_cast<const bfloat16*>(one.input) + (one.rows - 1) * one.in_features;
-        for (int64_t i = 0; i < one.in_features; i += WIDE) store(load(from + i), next + i);
-        one.widened = next, next += one.in_features;
-    }
-}
+// Of weights of `bits`: `Whole` multiplies whole numbers, `Summed` sums as tiles do.
+template <int bits, class Whole, class Summed, class Unit, class Call>
+using Tiled = std::conditional_t<bits == 8, FewOrTiles<Summed, &ForTiles<Call>::widened, Unit, ForTiles<Call>>,
+                                 FewOrTiles<Whole, &ForTiles<Call>::rounded, Unit, ForTiles<Call>>>;
 #endif

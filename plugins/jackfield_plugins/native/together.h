@@ -1,5 +1,7 @@
 // Products that do not read what one another writes, as one parallel region.
 #pragma once
+#include <vector>
+
 #include "threads.h"
 
 constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
@@ -20,6 +22,23 @@ inline void together(const Call* const* calls, int64_t count) {
             task -= work.tasks();
         }
     });
+}
+
+// What is made of inputs, `made` of a call: calls with one input, as `same_input` says, share it. Each is `size(call)`
+// things in `room`, or none, which `make(call, to)` writes.
+template <class Call, class Member, class Made, class Size, class Make>
+void prepare(std::vector<Call>& all, Member made, std::vector<Made>& room, Size size, Make make) {
+    size_t most = 0;
+    for (const auto& one : all) most += size(one);
+    if (room.size() < most) room.resize(most);
+    Made* next = room.data();
+    for (auto& one : all) {
+        if (!size(one)) continue;
+        for (const auto& other : all)
+            if (other.*made && same_input(other, one)) one.*made = other.*made;
+        if (one.*made) continue;
+        make(one, next), one.*made = next, next += size(one);
+    }
 }
 
 // Rooms of long prompts are given back: they are larger than all that steps need.

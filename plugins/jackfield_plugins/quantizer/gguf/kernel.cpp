@@ -7,8 +7,8 @@
 // into a table of bfloat16 (VPERMW), and the product with two activations is one instruction
 // (VDPBF16PS). Whole numbers up to 255 are exact in bfloat16: scales are multiplied after the sum over the
 // inputs that share one. Minima are multiplied with the sum of these inputs, made once for all outputs.
-// Where there is no such instruction, activations in bfloat16 are rounded to 16 bits (rounded.h); where there are
-// tiles, these multiply more than one row (tiled_units.h).
+// Where there is no such instruction, activations in bfloat16 are rounded to 16 bits (rounded.h), and where there are
+// tiles, which multiply more than a few rows (tiled_units.h).
 //
 // Sums run over the inputs of a group in one order, then over the groups in theirs, however many rows
 // there are: a row's result does not depend on what else is in the batch.
@@ -41,8 +41,10 @@ inline ALWAYS_INLINE Two two_of(const uint8_t* low, Words high) {
         return Two{__builtin_convertvector(even, Vec<float>), __builtin_convertvector(odd, Vec<float>)};
     };
     if constexpr (F::bits == 8) {
-        Words both = words(reinterpret_cast<const uint16_t*>(low + turn * UNIT * 2 * LANES));
-        return two(as<Integers>(both << 24) >> 24, as<Integers>(both << 16) >> 24);
+        const Words both = words(reinterpret_cast<const uint16_t*>(low + turn * UNIT * 2 * LANES));
+        // 128 more and behind the exponent of 2^23, a byte is a float32 without a conversion.
+        auto number = [](Words byte) ALWAYS_INLINE { return as<Vec<float>>(byte ^ 0x4b000080) - (0x1p23f + 128); };
+        return {number(both & 0xff), number(both >> 8)};
     } else {
         Words bits = read<Words>(low) >> (turn * 4);
         Words even = bits & 15, odd = bits >> 16 & 15;
@@ -125,8 +127,9 @@ inline Bits without(Bits bits) { return bits >> count; }
 
 // The sums of the inputs that share a scale, [rows, groups of a row], where there are minima.
 struct Summed : LinearCall {
-    const float* sums;
-    const float* widened;  // the last row, if it is multiplied without tiles (tiled_units.h)
+    const float* sums = nullptr;
+
+    explicit Summed(const LinearCall& call) : LinearCall(call) {}
 };
 
 constexpr int SUMMED = 32;  // inputs of a group, wherever there are minima
@@ -220,15 +223,15 @@ template <Type type, class T, class Sum = Vec<float>, class Input = T>
 class Linear {
     using F = Format<type>;
     static_assert(!F::minimum || F::group == SUMMED);
+    static constexpr bool AS_TILES = !std::is_same_v<Sum, Vec<float>>;  // of 8 bits
     const Summed& call;
     const Input* const input;
     const int64_t units, chunks, records;
 
    public:
-    explicit Linear(const Summed& summed) : Linear(summed, static_cast<const T*>(summed.input)) {}
-    Linear(const Summed& summed, const Input* input)
-        : call(summed), input(input),
-          units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK),
+    explicit Linear(const Summed& call) : Linear(call, static_cast<const T*>(call.input)) {}
+    Linear(const Summed& call, const Input* input)
+        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK),
           records(call.in_features / F::inputs) {}
 
     int64_t tasks() const { return units * chunks; }
@@ -257,8 +260,8 @@ class Linear {
     static constexpr int FEW = 8;  // rows of float32, up to which weights are not unpacked for all at once
     // Rows of a tile.
     using Floats = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 4, 8>, std::integer_sequence<int, 1, 4>>;
-    using Pairwise = std::conditional_t<std::is_same_v<Sum, Vec<float>>, std::integer_sequence<int, 1, 2, 4, 8>,
-                                        std::integer_sequence<int, 1>>;
+    using Pairwise = std::conditional_t<AS_TILES, std::integer_sequence<int, 1, 2>,
+                                        std::integer_sequence<int, 1, 2, 4, 8>>;
     using Sizes = std::conditional_t<std::is_same_v<T, bfloat16>, Pairwise, Floats>;
 
     template <int rows, int blocks>
@@ -317,7 +320,10 @@ class Linear {
             each<4>([&](auto turn) ALWAYS_INLINE {
                 each<parts>([&](auto part) ALWAYS_INLINE {
                     const uint8_t* own = low + part * wide;
-                    Pair weight = numbers<type, turn>(own, high[part]);
+                    const auto weight = [&] {
+                        if constexpr (AS_TILES) return two_of<type, turn>(own, Words{});
+                        else return numbers<type, turn>(own, high[part]);
+                    }();
                     each<rows>([&](auto r) ALWAYS_INLINE {
                         add(sums[r * parts + part], weight, row[r] + input + i + 2 * turn);
                     });
@@ -384,7 +390,8 @@ class Unit {
 };
 
 template <Type type>
-using TiledLinear = RowOrTiles<Linear<type, bfloat16, EvenAndOdd, float>, Unit<type>, Summed>;
+using TiledLinear = Tiled<Format<type>::bits, RoundedLinear<type, int16_t>,
+                          Linear<type, bfloat16, EvenAndOdd, float>, Unit<type>, Summed>;
 
 #endif
 
@@ -425,10 +432,11 @@ bool pack(const PackCall& call) {
     return finite;
 }
 
+template <class Own>
 struct Product {
-    const Summed& summed;
+    const Own& call;
 
-    explicit Product(const Summed& summed) : summed(summed) {}
+    explicit Product(const Own& call) : call(call) {}
     int64_t tasks() const {
         int64_t count = 0;
         as([&](auto linear) { count = linear.tasks(); });
@@ -441,13 +449,13 @@ struct Product {
    private:
     template <class What>
     void as(What what) const {
-        with_type(summed.type, [&](auto type) {
+        with_type(call.type, [&](auto type) {
 #if defined(WITH_TILES)
-            if (!summed.floats && has_tiles()) return what(TiledLinear<type>(summed));
+            if constexpr (!std::is_same_v<Own, Summed>) return what(TiledLinear<type>(call));
 #endif
             if constexpr (PAIRS)
-                if (!summed.floats) return what(Linear<type, bfloat16>(summed));
-            what(Linear<type, float>(summed));
+                if (!call.floats) return what(Linear<type, bfloat16>(call));
+            what(Linear<type, float>(call));
         });
     }
 };
@@ -458,39 +466,43 @@ bool has_minimum(const LinearCall& call) {
     return found;
 }
 
-// The sums of inputs, where there are minima: calls with one input share them.
-void sum_inputs(std::vector<Summed>& all, std::vector<float>& made) {
-    int64_t room = 0;
-    for (auto& one : all) room += one.rows * (one.in_features / SUMMED);
-    made.resize(std::max<size_t>(made.size(), room));
-    float* next = made.data();
-    for (auto& one : all) {
-        if (!has_minimum(one)) continue;
-        for (auto& other : all)
-            if (other.sums && other.input == one.input && other.rows == one.rows &&
-                other.in_features == one.in_features)
-                one.sums = other.sums;
-        if (one.sums) continue;
-        if (one.floats) sum_groups<float>(one, next);
-        else sum_groups<bfloat16>(one, next);
-        one.sums = next, next += one.rows * one.in_features / SUMMED;
-    }
+// `wanted(call)`: whether a call with minima needs the sums.
+template <class Own, class Wanted>
+void products(std::vector<Own>& all, Wanted wanted) {
+    static thread_local std::vector<const Own*> each;
+    static thread_local std::vector<float> room;
+    prepare(
+        all, &Own::sums, room,
+        [&](const Own& call) { return has_minimum(call) && wanted(call) ? call.rows * (call.in_features / SUMMED) : 0; },
+        [](const Own& call, float* to) {
+            if (call.floats) sum_groups<float>(call, to);
+            else sum_groups<bfloat16>(call, to);
+        });
+    each.clear();
+    for (auto& one : all) each.push_back(&one);
+    together<Product<Own>>(each.data(), each.size());
+    keep_little(room);
+}
+
+template <class Own>
+std::vector<Own>& copies(const LinearCall* const* calls, int64_t count) {
+    static thread_local std::vector<Own> all;
+    all.clear();
+    for (int64_t i = 0; i < count; i++) all.emplace_back(Summed(*calls[i]));
+    return all;
 }
 
 void products(const LinearCall* const* calls, int64_t count) {
-    static thread_local std::vector<Summed> all;
-    static thread_local std::vector<const Summed*> each;
-    static thread_local std::vector<float> made;
-    all.clear(), each.clear();
-    for (int64_t i = 0; i < count; i++) all.push_back({*calls[i], nullptr, nullptr});
-    for (auto& one : all) each.push_back(&one);
-    sum_inputs(all, made);
 #if defined(WITH_TILES)
-    static thread_local std::vector<float> widened;
-    if (!all[0].floats && has_tiles()) widen_inputs(all, widened);
+    if (!calls[0]->floats && has_tiles()) {
+        static thread_local TileInputs inputs;
+        auto& all = copies<ForTiles<Summed>>(calls, count);
+        inputs.make(all);
+        products(all, [](const Summed& call) { return call.rows > few_of(call); });
+        return inputs.clear();
+    }
 #endif
-    together<Product>(each.data(), count);
-    keep_little(made);
+    products(copies<Summed>(calls, count), [](const Summed&) { return true; });
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 // into place, where the 4 lowest bits of each half are an index into a table of bfloat16. Of 8 bits,
 // a byte is put behind the exponent of 2^23, which makes it a float32 without a conversion; bfloat16 is
 // its upper half, exact for a whole number of 8 bits. Where there is no such instruction, activations in bfloat16
-// are rounded to 16 bits (rounded.h); where there are tiles, these multiply more than one row (tiled_units.h).
+// are rounded to 16 bits (rounded.h), and where there are tiles, which multiply more than a few rows (tiled_units.h).
 //
 // Sums run over the inputs of a group in one order, then over the groups in theirs, however many
 // rows there are: a row's result does not depend on what else is in the batch.
@@ -44,7 +44,7 @@ struct Table {
 const Table table;
 
 template <int bits, int turn>
-inline ALWAYS_INLINE __m512bh numbers(Words packed, Vec<float>*, const bfloat16*) {
+inline ALWAYS_INLINE __m512bh numbers(Words packed, const bfloat16*) {
     if constexpr (bits == 4) {
         __m512i index = _mm512_srli_epi16(as<__m512i>(packed), 4 * turn);
         return (__m512bh)_mm512_permutexvar_epi16(index, _mm512_load_si512(table.values));
@@ -57,19 +57,9 @@ inline ALWAYS_INLINE __m512bh numbers(Words packed, Vec<float>*, const bfloat16*
 #endif
 
 template <int bits, int turn>
-inline ALWAYS_INLINE Two numbers(Words packed, Vec<float>*, const float*) { return two<bits, turn>(packed); }
+inline ALWAYS_INLINE Two numbers(Words packed, const float*) { return two<bits, turn>(packed); }
 
 #if defined(WITH_TILES)
-
-template <int bits, int turn>
-inline ALWAYS_INLINE __m512bh numbers(Words packed, EvenAndOdd*, const float*) {
-    return numbers<bits, turn>(packed, static_cast<Vec<float>*>(nullptr), static_cast<const bfloat16*>(nullptr));
-}
-
-// A call, and its last row as floats, if that is multiplied without tiles (tiled_units.h).
-struct Widened : Call {
-    const float* widened;
-};
 
 // A unit's weights for products in tiles.
 template <int bits>
@@ -97,7 +87,7 @@ class Unit {
             const Words packed = read<Words>(from);
             each<inputs_of(bits) / 2>([&](auto turn) ALWAYS_INLINE {
                 to[step * inputs_of(bits) / 2 + turn] = (__m512i)numbers<bits, turn>(
-                    packed, static_cast<Vec<float>*>(nullptr), static_cast<const bfloat16*>(nullptr));
+                    packed, static_cast<const bfloat16*>(nullptr));
             });
             from += UNIT * BYTES;
         });
@@ -123,8 +113,8 @@ inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64
             packed[part] = read<Words>(weight + part * WIDTH);
         });
         each<inputs_of(bits) / 2>([&](auto turn) ALWAYS_INLINE {
-            decltype(numbers<bits, 0>(packed[0], sums, input)) value[parts];
-            each<parts>([&](auto part) ALWAYS_INLINE { value[part] = numbers<bits, turn>(packed[part], sums, input); });
+            decltype(numbers<bits, 0>(packed[0], input)) value[parts];
+            each<parts>([&](auto part) ALWAYS_INLINE { value[part] = numbers<bits, turn>(packed[part], input); });
             each<rows>([&](auto r) ALWAYS_INLINE {
                 each<parts>([&](auto part) ALWAYS_INLINE {
                     add(sums[r * parts + part], value[part], input + r * stride + 2 * turn);
@@ -136,7 +126,7 @@ inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64
     }
 }
 
-// `Sum`: of products, of a group or as many inputs as a tile has; `Input`: what the activations are read as.
+// `Sum`: of the products of a group, or of as many inputs as a tile has; `Input`: what the activations are read as.
 template <int bits, class T, class Sum = Vec<float>, class Input = T>
 class Linear {
     const Call& call;
@@ -174,7 +164,7 @@ class Linear {
     static constexpr bool AS_TILES = !std::is_same_v<Sum, Vec<float>>;
     using All = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 2, 3, 4, 5, 6, 7, 8>,
                                    std::integer_sequence<int, 1, 2, 3, 4>>;
-    using Sizes = std::conditional_t<AS_TILES, std::integer_sequence<int, 1>, All>;
+    using Sizes = std::conditional_t<AS_TILES, std::integer_sequence<int, 1, 2>, All>;
 
     template <int rows, int blocks>
     void multiply(int64_t unit, int block, int64_t from, bool first) const {
@@ -217,12 +207,13 @@ class Linear {
 #if defined(WITH_TILES)
 
 template <int bits>
-using TiledLinear = RowOrTiles<Linear<bits, bfloat16, EvenAndOdd, float>, Unit<bits>, Widened>;
+using TiledLinear =
+    Tiled<bits, RoundedLinear<bits, int16_t>, Linear<bits, bfloat16, EvenAndOdd, float>, Unit<bits>, Call>;
 
 struct TiledProduct {
-    const Widened& call;
+    const ForTiles<Call>& call;
 
-    explicit TiledProduct(const Widened& call) : call(call) {}
+    explicit TiledProduct(const ForTiles<Call>& call) : call(call) {}
     int64_t tasks() const { return call.bits == 4 ? TiledLinear<4>(call).tasks() : TiledLinear<8>(call).tasks(); }
     void task(int64_t at) const {
         if (call.bits == 4) TiledLinear<4>(call).task(at);
@@ -231,14 +222,15 @@ struct TiledProduct {
 };
 
 void tiled_together(const Call* const* calls, int64_t count) {
-    static thread_local std::vector<Widened> all;
-    static thread_local std::vector<const Widened*> each;
-    static thread_local std::vector<float> widened;
+    static thread_local std::vector<ForTiles<Call>> all;
+    static thread_local std::vector<const ForTiles<Call>*> each;
+    static thread_local TileInputs inputs;
     all.clear(), each.clear();
-    for (int64_t i = 0; i < count; i++) all.push_back({*calls[i], nullptr});
+    for (int64_t i = 0; i < count; i++) all.emplace_back(*calls[i]);
     for (auto& one : all) each.push_back(&one);
-    widen_inputs(all, widened);
+    inputs.make(all);
     together<TiledProduct>(each.data(), count);
+    inputs.clear();
 }
 
 #endif
