@@ -175,10 +175,12 @@ def far_apart(count: int, size: int) -> torch.Tensor:
 
 
 def largest(count: int, size: int) -> torch.Tensor:
-    """Numbers whose sums are as large as can be, and odd as whole numbers."""
+    """Even ones have sums as large as can be, and odd; odd ones take nearly all of it away."""
     found = torch.full((count, size), 2 - 2**-7)
-    found[:, 6::16] = found[:, 15::16] = 2.0**-14
-    return found * (1 - 2 * (torch.arange(count) % 2)).unsqueeze(-1)
+    found[:, 6::32] = 2.0**-14 * torch.randint(1, 100, (count, size // 32))
+    found[:, 15::32] = 2.0**-14
+    found[:, 1::2] *= -1
+    return found
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -197,10 +199,9 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
         assert torch.equal(found, together[:count]), count
 
 
-@pytest.mark.parametrize("byte", [0, 255])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_sums_of_the_largest_numbers(kind: str, byte: int) -> None:
-    blocks = random_blocks(Type[kind], 70, 512, byte=byte)
+def test_sums_of_the_largest_numbers_are_exact(kind: str) -> None:
+    blocks = random_blocks(Type[kind], 70, 512, byte=255)
     packed, matrix = pack(torch.from_numpy(blocks), Matrix(kind, 70, 512)), Matrix(kind, 70, 512)
     hidden = largest(20, 512).bfloat16()
     found = linear(hidden, packed, None, matrix)
@@ -376,7 +377,7 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: F
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtypes", [(one, one) for one in DTYPES] + [DTYPES], ids=str)
-@pytest.mark.parametrize("count", [1, 3, 8, 49])
+@pytest.mark.parametrize("count", [1, 3, 8, 49, 130, 133])
 def test_products_run_together_give_the_same_bits(
     dtypes: tuple[torch.dtype, ...], count: int, int8: bool
 ) -> None:

@@ -169,19 +169,22 @@ def test_native_bits_depend_neither_on_the_batch_nor_on_threads(
 
 
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_sums_of_the_largest_numbers(bits: int, group_size: int) -> None:
-    """As large as can be, and odd as whole numbers."""
-    new = GroupwiseLinear(512, 70, False, product_of("native"), group_size=group_size, bits=bits)
-    quantized = quantize(torch.full((70, 512), -1.0), group_size=group_size, bits=bits)
+def test_sums_of_the_largest_numbers_are_exact(group_size: int) -> None:
+    """As large as can be, and odd; what a group adds, the next takes away, in another order."""
+    new = GroupwiseLinear(512, 70, False, product_of("native"), group_size=group_size)
+    once = torch.randint(-8, -6, (70, 256 // group_size, group_size)).float()
+    once[..., 0] = -8
+    weight = torch.stack([once, once.roll(32, -1)], 2).flatten(1)
+    quantized = quantize(weight, group_size=group_size)
+    assert torch.equal(dequantize(quantized), weight)
     new.set_weight(quantized, None)
-    hidden = torch.full((20, 512), 2 - 2**-7).bfloat16()
-    hidden[:, 6::16] = hidden[:, 15::16] = 2.0**-14
-    hidden[1::2] *= -1
+    odd = 2.0**-14 * (2 * torch.randint(0, 100, (20, 256 // group_size, group_size)) + 1)
+    hidden = torch.where(torch.rand(odd.shape) < 0.1, odd, 2 - 2**-7)
+    hidden[..., 0] = 2 - 2**-7
+    hidden = torch.stack([hidden, -hidden.roll(32, -1)], 2).flatten(1).bfloat16()
     found = new(hidden)
-    exact = hidden.double() @ dequantize(quantized, bits=bits).double().T
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=0)
-    for rows in (1, 2, 5, 6, 9):
+    assert group_size == 128 or not found.any()  # of 128, two sums are rounded on their way
+    for rows in (1, 5, 6, 9):
         assert torch.equal(new(hidden[:rows]), found[:rows])
 
 

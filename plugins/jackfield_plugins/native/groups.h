@@ -16,6 +16,5 @@ struct Call {
 
 inline bool same_input(const Call& one, const Call& other) {
     return one.input == other.input && one.rows == other.rows && one.floats == other.floats &&
-           one.in_features == other.in_features &&
-           one.group_size == other.group_size;
+           one.in_features == other.in_features && one.group_size == other.group_size;
 }

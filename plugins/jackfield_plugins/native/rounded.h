@@ -1,8 +1,8 @@
 // Activations rounded to whole numbers, a few that share a scale, and their products with whole numbers, whose sums are
 // exact: of bytes, 32 with a scale, as llama.cpp's Q8_0 rounds them, four in one instruction (VPDPBUSD); or of 16 bits,
 // two in one (VPDPWSSD, VPMADDWD), for activations in bfloat16. For these the scale is a power of 2: those that are at
-// least 2^-7 of the largest that shares it stay what they are, smaller ones are off by up to 2^-15 of it, where bfloat16
-// itself is off by up to 2^-9. Where all are below 2^-100 they are nothing.
+// least 2^-7 of the largest that shares it stay what they are, smaller ones are off by up to 2^-15 of it, where
+// bfloat16 itself is off by up to 2^-9. Where all are below 2^-100 they are nothing.
 #pragma once
 #include <vector>
 
@@ -28,13 +28,14 @@ constexpr int ORDER[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 template <>
 constexpr int ORDER<int8_t>[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-// Of activations that share a scale: what makes them whole numbers, and back. What is not finite leaves no scale but NaN.
+// Of activations that share a scale: what makes them whole numbers, and back. What is not finite leaves no scale but
+// NaN.
 struct Rounding {
     float by = 0, scale = 0;
 };
 
-// The largest size among `count` activations, a multiple of `ROUNDED`, as bits of a float: of what is not finite they are
-// larger than of any number.
+// The largest size among `count` activations, a multiple of `ROUNDED`, as bits of a float: of what is not finite they
+// are larger than of any number.
 template <class T>
 inline uint32_t most_of(const T* from, int64_t count) {
     const auto larger = [](Integers a, Integers b) { return a > b ? a : b; };
@@ -74,6 +75,8 @@ inline ALWAYS_INLINE Vec<float> whole_of(Vec<float> activations, const Rounding&
 // Activations of a piece in a line of memory, which a tile reads at once.
 struct alignas(64) Flat {
     bfloat16 values[ROUNDED];
+
+    Flat() {}  // not zeros: rooms are large
 };
 
 // The activations that whole numbers of 16 bits stand for.
@@ -103,7 +106,7 @@ struct alignas(sizeof(Number) == 1 ? 64 : 32) Rounded {
     int32_t less;       // the sum of the values, negative,
     int32_t halves[2];  // and of each half of them
 
-    Rounded() = default;
+    Rounded() {}  // not zeros: rooms are large
 
     template <class T>
     Rounded(const T* from, const Rounding& rounding) : scale(rounding.scale) {
@@ -234,7 +237,7 @@ class Sum<bits, int16_t> {
 };
 
 // More of `all`: a sum of products, with the scales of weights and of activations. Of 16 bits sums first become those
-// that tiles have; of bytes they could be infinite then.
+// that tiles, and floats, have; of bytes they could be infinite then.
 template <class Number>
 inline ALWAYS_INLINE Vec<float> settled(Vec<float> sum, Vec<float> of_weights, float of_activations, Vec<float> all) {
     if constexpr (sizeof(Number) == 1) return fused(sum, of_weights * of_activations, all);
@@ -276,10 +279,11 @@ void round_rows(const Call& call, int64_t from, int64_t count, Rounded<Number>* 
 template <class Call>
 void flatten_rows(const Call& call, Flat* to) {
     const int64_t of_scale = shared<int16_t>(call);
+    bfloat16* const all = reinterpret_cast<bfloat16*>(to);
     Tasks(call.rows, std::min(call.threads, call.rows * call.in_features / WORTH + 1), [&](int64_t row) {
         const int64_t from = row * call.in_features;
         for (int64_t at = from; at < from + call.in_features; at += of_scale)
-            flatten(static_cast<const bfloat16*>(call.input) + at, of_scale, to->values + at);
+            flatten(static_cast<const bfloat16*>(call.input) + at, of_scale, all + at);
     });
 }
 

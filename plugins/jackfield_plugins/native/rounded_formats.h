@@ -59,7 +59,7 @@ inline ALWAYS_INLINE Words of_turn(const uint8_t* low, Words high, const int8_t*
     }
 }
 
-// Whether sums of weights and activations of 16 bits, of those with a scale, are exact in float32.
+// Whether sums of products with activations of 16 bits are exact in a tile, but for the last addition of a group.
 inline bool is_whole(const LinearCall& call) { return call.type != Q8_0; }
 
 // How many activations of 16 bits share a scale.

@@ -28,11 +28,11 @@ inline ALWAYS_INLINE Words of_turn(const uint8_t* weight, const int8_t*) {
     return ((first >> 8 & 0x00ff00ff) | (second & 0xff00ff00)) ^ sign;
 }
 
-// Whether sums of weights and activations of 16 bits, of those with a scale, are exact in float32.
+// Whether sums of products with activations of 16 bits are exact in a tile.
 inline bool is_whole(const Call& call) { return call.bits < 8; }
 
-// How many activations of 16 bits share a scale.
-inline int64_t sharing(const Call& call) { return call.group_size; }
+// How many activations of 16 bits share a scale: of 4 bits, sums of 64 products are below 2^24.
+inline int64_t sharing(const Call& call) { return std::min<int64_t>(call.group_size, 64); }
 
 template <int bits, class Number>
 class RoundedLinear {

@@ -2,9 +2,9 @@
 // on the right, unpacked into the cache.
 //
 // A row's bits do not depend on how many there are, though few rows, for which tiles do not pay, are multiplied with
-// vectors. Where weights have fewer than 8 bits, activations are whole numbers but for a scale (rounded.h), so that the sums
-// of tiles are exact: those of the even inputs and of the odd ones are up to 2^24. Of 8 bits they are not, and vectors sum
-// them as tiles do (`EvenAndOdd`).
+// vectors. Where weights have fewer than 8 bits, activations are whole numbers but for a scale (rounded.h), so that the
+// sums of tiles are exact: those of the even inputs, of the odd ones, and of pieces one after the other are up to 2^24.
+// With weights of 8 bits they are not, and vectors sum them as tiles do (`EvenAndOdd`).
 #pragma once
 #include <vector>
 
@@ -190,10 +190,10 @@ void multiply_in_tiles(const Unit& unit, const bfloat16* input, int64_t in_featu
 
 // Rows that are multiplied faster with vectors.
 template <class Call>
-int64_t few_of(const Call& call) { return is_whole(call) ? 5 : 2; }
+int64_t few_of(const Call& call) { return is_whole(call) ? 4 : 2; }
 
-// A call, and what is made of its inputs. Of its last rows, where they are that few, whole numbers or floats, as if all were
-// there. If there are more, and whole numbers are what is multiplied, all are `flat`.
+// A call, and what is made of its inputs: of the last rows, where they are few, whole numbers or floats, as if all rows
+// were there. Where whole numbers are multiplied and there are more rows, all of them are `flat`.
 template <class Call>
 struct ForTiles : Call {
     const Rounded<int16_t>* rounded = nullptr;

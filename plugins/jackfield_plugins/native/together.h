@@ -28,16 +28,20 @@ inline void together(const Call* const* calls, int64_t count) {
 // things in `room`, or none, which `make(call, to)` writes.
 template <class Call, class Member, class Made, class Size, class Make>
 void prepare(std::vector<Call>& all, Member made, std::vector<Made>& room, Size size, Make make) {
+    const auto first_of = [&](const Call& call) {
+        return std::find_if(all.begin(), all.end(),
+                            [&](const Call& one) { return size(one) && same_input(one, call); });
+    };
     size_t most = 0;
-    for (const auto& one : all) most += size(one);
+    for (const auto& one : all)
+        if (size(one) && &*first_of(one) == &one) most += size(one);
     if (room.size() < most) room.resize(most);
     Made* next = room.data();
     for (auto& one : all) {
         if (!size(one)) continue;
-        for (const auto& other : all)
-            if (other.*made && same_input(other, one)) one.*made = other.*made;
-        if (one.*made) continue;
-        make(one, next), one.*made = next, next += size(one);
+        const Call& first = *first_of(one);
+        if (&first == &one) make(one, next), one.*made = next, next += size(one);
+        else one.*made = first.*made;
     }
 }
 

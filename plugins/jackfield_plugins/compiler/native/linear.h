@@ -268,30 +268,23 @@ class Widened {
     }
 };
 
-// Calls with one input share what is prepared of it: `room` numbers, by `prepare`.
+inline bool same_input(const Linear& one, const Linear& other) {
+    return one.input == other.input && one.rows == other.rows && one.in_features == other.in_features &&
+           one.input_row == other.input_row;
+}
+
+// Calls with one input share what is prepared of it: `Work::room` numbers, by `Work::prepare`.
 template <class Work, class Number>
 void prepared_together(const Linear* const* calls, int64_t count) {
-    static thread_local std::vector<Number> numbers;
+    static thread_local std::vector<Number> room;
     static thread_local std::vector<Prepared<Number>> all;
     static thread_local std::vector<const Prepared<Number>*> each;
-    int64_t room = 0;
-    for (int64_t i = 0; i < count; i++) room += Work::room(*calls[i]);
-    numbers.resize(std::max<size_t>(numbers.size(), room));
     all.clear(), each.clear();
-    Number* next = numbers.data();
-    for (int64_t i = 0; i < count; i++) {
-        const Linear& call = *calls[i];
-        const Number* found = nullptr;
-        for (auto& other : all)
-            if (other.input == call.input && other.rows == call.rows && other.in_features == call.in_features &&
-                other.input_row == call.input_row)
-                found = other.prepared;
-        all.push_back({call, found ? found : next});
-        if (!found) Work::prepare(call, next), next += Work::room(call);
-    }
+    for (int64_t i = 0; i < count; i++) all.push_back({*calls[i], nullptr});
     for (auto& one : all) each.push_back(&one);
+    prepare(all, &Prepared<Number>::prepared, room, Work::room, Work::prepare);
     together<Work>(each.data(), count);
-    keep_little(numbers);
+    keep_little(room);
 }
 
 #if defined(WITH_TILES)

@@ -136,14 +136,17 @@ constexpr int SUMMED = 32;  // inputs of a group, wherever there are minima
 
 template <class T>
 void sum_groups(const LinearCall& call, float* sums) {
-    const T* from = static_cast<const T*>(call.input);
-    for (int64_t i = 0; i < call.rows * call.in_features / SUMMED; i++, from += SUMMED) {
-        Vec<float> sum{};
-        for (int j = 0; j < SUMMED; j += WIDE) sum += load(from + j);
-        float total = 0;
-        for (int j = 0; j < WIDE; j++) total += sum[j];
-        sums[i] = total;
-    }
+    const int64_t groups = call.in_features / SUMMED;
+    Tasks(call.rows, std::min(call.threads, call.rows * call.in_features / WORTH + 1), [&](int64_t row) {
+        for (int64_t i = row * groups; i < (row + 1) * groups; i++) {
+            const T* from = static_cast<const T*>(call.input) + i * SUMMED;
+            Vec<float> sum{};
+            for (int j = 0; j < SUMMED; j += WIDE) sum += load(from + j);
+            float total = 0;
+            for (int j = 0; j < WIDE; j++) total += sum[j];
+            sums[i] = total;
+        }
+    });
 }
 
 // Many rows of float32: the numbers of a group are made floats once for all of them.
@@ -231,8 +234,8 @@ class Linear {
    public:
     explicit Linear(const Summed& call) : Linear(call, static_cast<const T*>(call.input)) {}
     Linear(const Summed& call, const Input* input)
-        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK),
-          records(call.in_features / F::inputs) {}
+        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+          chunks((call.rows + CHUNK - 1) / CHUNK), records(call.in_features / F::inputs) {}
 
     int64_t tasks() const { return units * chunks; }
 
@@ -450,12 +453,14 @@ struct Product {
     template <class What>
     void as(What what) const {
         with_type(call.type, [&](auto type) {
+            if constexpr (std::is_same_v<Own, Summed>) {
+                if constexpr (PAIRS)
+                    if (!call.floats) return what(Linear<type, bfloat16>(call));
+                what(Linear<type, float>(call));
+            }
 #if defined(WITH_TILES)
-            if constexpr (!std::is_same_v<Own, Summed>) return what(TiledLinear<type>(call));
+            else what(TiledLinear<type>(call));
 #endif
-            if constexpr (PAIRS)
-                if (!call.floats) return what(Linear<type, bfloat16>(call));
-            what(Linear<type, float>(call));
         });
     }
 };
@@ -466,14 +471,16 @@ bool has_minimum(const LinearCall& call) {
     return found;
 }
 
-// `wanted(call)`: whether a call with minima needs the sums.
+// `wanted(call)`: whether sums are needed where there are minima.
 template <class Own, class Wanted>
 void products(std::vector<Own>& all, Wanted wanted) {
     static thread_local std::vector<const Own*> each;
     static thread_local std::vector<float> room;
     prepare(
         all, &Own::sums, room,
-        [&](const Own& call) { return has_minimum(call) && wanted(call) ? call.rows * (call.in_features / SUMMED) : 0; },
+        [&](const Own& call) {
+            return has_minimum(call) && wanted(call) ? call.rows * (call.in_features / SUMMED) : 0;
+        },
         [](const Own& call, float* to) {
             if (call.floats) sum_groups<float>(call, to);
             else sum_groups<bfloat16>(call, to);

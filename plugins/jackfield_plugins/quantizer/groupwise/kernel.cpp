@@ -66,7 +66,9 @@ template <int bits>
 class Unit {
     const uint8_t* const weight;
     const bfloat16* const scale;
-    const int64_t count, of_group;
+    const int64_t count, of_sum, of_scale;  // pieces, sums with a scale
+
+    static int64_t summed(const Call& call) { return is_whole(call) ? sharing(call) : call.group_size; }
 
    public:
     static constexpr int inputs = 32, steps = inputs / inputs_of(bits);
@@ -75,10 +77,11 @@ class Unit {
     Unit(const Call& call, int64_t unit)
         : weight(call.weight + unit * (call.in_features / inputs) * steps * UNIT * BYTES),
           scale(call.scale + unit * (call.in_features / call.group_size) * OUTPUTS),
-          count(call.in_features / call.group_size), of_group(call.group_size / inputs) {}
+          count(call.in_features / summed(call)), of_sum(summed(call) / inputs),
+          of_scale(call.group_size / summed(call)) {}
 
     int64_t groups() const { return count; }
-    int64_t pieces() const { return of_group; }
+    int64_t pieces() const { return of_sum; }
 
     ALWAYS_INLINE void unpack(int64_t at, int block, __m512i* to) const {
         const uint8_t* from = weight + (at * steps * UNIT + block) * BYTES;
@@ -94,7 +97,7 @@ class Unit {
     }
 
     ALWAYS_INLINE void factors(int64_t group, Vec<float>* factor, Vec<float>*) const {
-        const bfloat16* from = scale + group * OUTPUTS;
+        const bfloat16* from = scale + group / of_scale * OUTPUTS;
         ask_for(reinterpret_cast<const char*>(from) + AHEAD / 6, OUTPUTS * sizeof *from);
         each<UNIT>([&](auto block) ALWAYS_INLINE { factor[block] = load(from + block * LANES); });
     }
