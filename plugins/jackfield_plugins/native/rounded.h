@@ -252,6 +252,45 @@ struct RoundedCall : Call {
     explicit RoundedCall(const Call& call) : Call(call) {}
 };
 
+// What products of a call with whole numbers have in common. Of `Own`, `multiply_tile<rows, blocks>(count, unit, block,
+// from, first)` multiplies a tile (tiles.h).
+template <class Own, class Call, class Number>
+class RoundedRows {
+    const int64_t units, chunks;
+
+   protected:
+    const Call& call;
+    const Rounded<Number>* const input;
+
+    RoundedRows(const Call& call, const Rounded<Number>* input)
+        : units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK), call(call),
+          input(input) {}
+
+    void multiply(int64_t unit, int64_t from, int64_t count) const {
+        in_tiles<blocks_of>(Sizes(), from, count,
+                            [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
+                                auto own = static_cast<const Own*>(this);
+                                own->template multiply_tile<size, blocks>(rows, unit, block, row, first);
+                            });
+    }
+
+    void write(Vec<float> total, int64_t row, int64_t output) const {
+        const auto as = [&](auto* out, auto* bias) {
+            write_outputs(total, output, call.out_features, bias, out + row * call.out_features);
+        };
+        if (call.floats) as(static_cast<float*>(call.out), static_cast<const float*>(call.bias));
+        else as(static_cast<bfloat16*>(call.out), static_cast<const bfloat16*>(call.bias));
+    }
+
+   public:
+    int64_t tasks() const { return units * chunks; }
+
+    void task(int64_t at) const {
+        const int64_t from = at % chunks * CHUNK;
+        multiply(at / chunks, from, std::min(CHUNK, call.rows - from));
+    }
+};
+
 // How many activations of a call share a scale, of bytes as few as they can.
 template <class Number, class Call>
 int64_t shared(const Call& call) { return sizeof(Number) == 1 ? ROUNDED : sharing(call); }

@@ -66,44 +66,22 @@ inline bool is_whole(const LinearCall& call) { return call.type != Q8_0; }
 inline int64_t sharing(const LinearCall&) { return ROUNDED; }
 
 template <Type type, class Number>
-class RoundedLinear {
+class RoundedLinear : public RoundedRows<RoundedLinear<type, Number>, LinearCall, Number> {
     using F = Format<type>;
-    const LinearCall& call;
-    const Rounded<Number>* const input;
-    const int64_t units, chunks, records;
+    using Base = RoundedRows<RoundedLinear, LinearCall, Number>;
+    using Base::call, Base::input;
+    const int64_t records;
 
    public:
     explicit RoundedLinear(const RoundedCall<LinearCall, Number>& own) : RoundedLinear(own, own.rounded) {}
     RoundedLinear(const LinearCall& call, const Rounded<Number>* input)
-        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
-          chunks((call.rows + CHUNK - 1) / CHUNK), records(call.in_features / F::inputs) {}
-
-    int64_t tasks() const { return units * chunks; }
-
-    void task(int64_t at) const {
-        int64_t from = at % chunks * CHUNK;
-        multiply(at / chunks, from, std::min(CHUNK, call.rows - from));
-    }
-
-   protected:
-    void multiply(int64_t unit, int64_t from, int64_t count) const {
-        in_tiles<blocks_of>(Sizes(), from, count,
-                            [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
-                                multiply<size, blocks>(rows, unit, block, row, first);
-                            });
-    }
-
-    void write(Vec<float> total, int64_t row, int64_t output) const {
-        const auto as = [&](auto* out, auto* bias) {
-            write_outputs(total, output, call.out_features, bias, out + row * call.out_features);
-        };
-        if (call.floats) as(static_cast<float*>(call.out), static_cast<const float*>(call.bias));
-        else as(static_cast<bfloat16*>(call.out), static_cast<const bfloat16*>(call.bias));
-    }
+        : Base(call, input), records(call.in_features / F::inputs) {}
 
    private:
+    friend Base;
+
     template <int rows, int blocks>
-    void multiply(int count, int64_t unit, int block, int64_t from, bool first) const {
+    void multiply_tile(int count, int64_t unit, int block, int64_t from, bool first) const {
         constexpr int parts = blocks * PARTS;
         const uint8_t* record = call.weight + unit * records * F::record;
         const int64_t groups = records * F::groups;
@@ -145,7 +123,7 @@ class RoundedLinear {
         }
         each<rows * parts>([&](auto i) ALWAYS_INLINE {
             int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            if (i / parts < count) write(total[i], from + i / parts, output);
+            if (i / parts < count) this->write(total[i], from + i / parts, output);
         });
     }
 

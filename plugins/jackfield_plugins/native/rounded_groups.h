@@ -35,45 +35,23 @@ inline bool is_whole(const Call& call) { return call.bits < 8; }
 inline int64_t sharing(const Call& call) { return std::min<int64_t>(call.group_size, 64); }
 
 template <int bits, class Number>
-class RoundedLinear {
+class RoundedLinear : public RoundedRows<RoundedLinear<bits, Number>, Call, Number> {
     static constexpr int OF_EIGHT = bits == 4 ? 1 : 2;  // words of eight inputs of an output
-    const Call& call;
-    const Rounded<Number>* const input;
-    const int64_t units, chunks, places, of_group, of_scale;  // pieces in all, of a group, with a scale of activations
+    using Base = RoundedRows<RoundedLinear, Call, Number>;
+    using Base::call, Base::input;
+    const int64_t places, of_group, of_scale;  // pieces in all, of a group, with a scale of activations
 
    public:
     explicit RoundedLinear(const RoundedCall<Call, Number>& own) : RoundedLinear(own, own.rounded) {}
     RoundedLinear(const Call& call, const Rounded<Number>* input)
-        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
-          chunks((call.rows + CHUNK - 1) / CHUNK), places(call.in_features / ROUNDED),
+        : Base(call, input), places(call.in_features / ROUNDED),
           of_group(call.group_size / ROUNDED), of_scale(shared<Number>(call) / ROUNDED) {}
 
-    int64_t tasks() const { return units * chunks; }
-
-    void task(int64_t at) const {
-        int64_t from = at % chunks * CHUNK;
-        multiply(at / chunks, from, std::min(CHUNK, call.rows - from));
-    }
-
-   protected:
-    void multiply(int64_t unit, int64_t from, int64_t count) const {
-        in_tiles<blocks_of>(Sizes(), from, count,
-                            [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
-                                multiply<size, blocks>(rows, unit, block, row, first);
-                            });
-    }
-
-    void write(Vec<float> total, int64_t row, int64_t output) const {
-        const auto as = [&](auto* out, auto* bias) {
-            write_outputs(total, output, call.out_features, bias, out + row * call.out_features);
-        };
-        if (call.floats) as(static_cast<float*>(call.out), static_cast<const float*>(call.bias));
-        else as(static_cast<bfloat16*>(call.out), static_cast<const bfloat16*>(call.bias));
-    }
-
    private:
+    friend Base;
+
     template <int rows, int blocks>
-    void multiply(int count, int64_t unit, int block, int64_t from, bool first) const {
+    void multiply_tile(int count, int64_t unit, int block, int64_t from, bool first) const {
         constexpr int parts = blocks * PARTS, size = ROUNDED / 8 * OF_EIGHT * UNIT * BYTES;  // of a place
         const uint8_t* weight = call.weight + unit * places * size;
         const bfloat16* scale = call.scale + (unit * (places / of_group) * UNIT + block) * LANES;
@@ -107,7 +85,7 @@ class RoundedLinear {
         }
         each<rows * parts>([&](auto i) ALWAYS_INLINE {
             int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            if (i / parts < count) write(total[i], from + i / parts, output);
+            if (i / parts < count) this->write(total[i], from + i / parts, output);
         });
     }
 
