@@ -252,8 +252,8 @@ struct RoundedCall : Call {
     explicit RoundedCall(const Call& call) : Call(call) {}
 };
 
-// What products of a call with whole numbers have in common. Of `Own`, `multiply_tile<rows, blocks>(count, unit, block,
-// from, first)` multiplies a tile (tiles.h).
+// What products of a call with whole numbers have in common. Of `Own`, `multiply_tile<rows, blocks, side>(count, unit,
+// block, from, first)` multiplies a tile (tiles.h) with `side` units.
 template <class Own, class Call, class Number>
 class RoundedRows {
     const int64_t units, chunks;
@@ -266,11 +266,13 @@ class RoundedRows {
         : units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK), call(call),
           input(input) {}
 
-    void multiply(int64_t unit, int64_t from, int64_t count) const {
+    void multiply(int64_t unit, int64_t units, int64_t from, int64_t count) const {
+        const auto own = static_cast<const Own*>(this);
         in_tiles<blocks_of>(Sizes(), from, count,
                             [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
-                                auto own = static_cast<const Own*>(this);
-                                own->template multiply_tile<size, blocks>(rows, unit, block, row, first);
+                                side_by_side<beside(size)>(unit, units, [&](auto side, int64_t at) {
+                                    own->template multiply_tile<size, blocks, side>(rows, at, block, row, first);
+                                });
                             });
     }
 
@@ -285,9 +287,14 @@ class RoundedRows {
    public:
     int64_t tasks() const { return units * chunks; }
 
-    void task(int64_t at) const {
-        const int64_t from = at % chunks * CHUNK;
-        multiply(at / chunks, from, std::min(CHUNK, call.rows - from));
+    int64_t side() const { return beside(call.rows); }
+
+    void several(int64_t first, int64_t end) const {
+        for (int64_t units; first < end; first += units) {
+            const int64_t from = first % chunks * CHUNK;
+            units = std::min(end - first, side());
+            multiply(first / chunks, units, from, std::min(CHUNK, call.rows - from));
+        }
     }
 };
 

@@ -80,82 +80,90 @@ class RoundedLinear : public RoundedRows<RoundedLinear<type, Number>, LinearCall
    private:
     friend Base;
 
-    template <int rows, int blocks>
+    template <int rows, int blocks, int side>
     void multiply_tile(int count, int64_t unit, int block, int64_t from, bool first) const {
-        constexpr int parts = blocks * PARTS;
-        const uint8_t* record = call.weight + unit * records * F::record;
-        const int64_t groups = records * F::groups;
+        constexpr int parts = blocks * PARTS, across = side * parts;  // vectors of outputs, of a unit and of all
+        const int64_t groups = records * F::groups, stride = records * F::record;
+        const uint8_t* record = call.weight + unit * stride;
         const Rounded<Number>* row[rows];
         each<rows>([&](auto i) ALWAYS_INLINE {
             int64_t place = from + std::min<int>(i, count - 1);  // the last again where there is none
             row[i] = input + place * call.in_features / ROUNDED;
         });
-        Vec<float> total[rows * parts];
-        each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
+        Vec<float> total[rows * across];
+        each<rows * across>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t at = 0; at < groups; at++) {
             const int g = at % F::groups;
             const uint8_t* group = record + F::head + g * F::part;
-            if (first && g == F::groups - 1) ask_for(group + F::part + AHEAD, F::head);
+            if (first && g == F::groups - 1)
+                each<side>([&](auto u) ALWAYS_INLINE { ask_ahead<side>(group + u * stride + F::part, F::head); });
             const int64_t place = at * F::group / ROUNDED;
             const int half = F::group < ROUNDED ? at % 2 : 0;
-            Sum<F::bits, Number> sums[rows * parts];
+            Sum<F::bits, Number> sums[rows * across];
             each<rows>([&](auto i) ALWAYS_INLINE {
                 Integers less{};
                 if constexpr (bits_less<type, Number> > 0) {
                     const Rounded<Number>& own = row[i][place];
                     less = (Integers{} + (F::group < ROUNDED ? own.halves[half] : own.less)) << bits_less<type, Number>;
                 }
-                each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = Sum<F::bits, Number>(less); });
+                each<across>([&](auto part) ALWAYS_INLINE { sums[i * across + part] = Sum<F::bits, Number>(less); });
             });
-            add_group<rows, parts>(group, block * PARTS, row, place, half, first, sums);
-            each<parts>([&](auto part) ALWAYS_INLINE {
-                const int output = block * LANES + part * WIDE;
-                Vec<float> scale = scale_of<type>(record, group, output), minimum{};
-                if constexpr (F::minimum) minimum = minimum_of<type>(record, group, output);
+            add_group<rows, parts, side>(group, block * PARTS, row, place, half, first, sums);
+            each<across>([&](auto part) ALWAYS_INLINE {
+                const int64_t before = part / parts * stride;
+                const int output = block * LANES + part % parts * WIDE;
+                Vec<float> scale = scale_of<type>(record + before, group + before, output), minimum{};
+                if constexpr (F::minimum) minimum = minimum_of<type>(record + before, group + before, output);
                 each<rows>([&](auto i) ALWAYS_INLINE {
                     const Rounded<Number>& own = row[i][place];
-                    Vec<float>& all = total[i * parts + part];
-                    all = settled<Number>(sums[i * parts + part].total(), scale, own.scale, all);
+                    Vec<float>& all = total[i * across + part];
+                    all = settled<Number>(sums[i * across + part].total(), scale, own.scale, all);
                     if constexpr (F::minimum) all = fused(minimum, everywhere(own.sum), all);
                 });
             });
             if (g == F::groups - 1) record += F::record;
         }
-        each<rows * parts>([&](auto i) ALWAYS_INLINE {
-            int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            if (i / parts < count) this->write(total[i], from + i / parts, output);
+        each<rows * across>([&](auto i) ALWAYS_INLINE {
+            const int part = i % across;
+            const int64_t output = ((unit + part / parts) * UNIT + block) * LANES + part % parts * WIDE;
+            if (i / across < count) this->write(total[i], from + i / across, output);
         });
     }
 
-    // Of the outputs from vector `from` of a unit on. `ask`: for weights before their turn, a piece at a time.
-    template <int rows, int parts>
+    // Of the outputs from vector `from` of `side` units on. `ask`: for weights before their turn, a piece at a time.
+    template <int rows, int parts, int side>
     ALWAYS_INLINE void add_group(const uint8_t* group, int from, const Rounded<Number>* const* row, int64_t place,
                                  int half, bool ask, Sum<F::bits, Number>* sums) const {
         constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
         constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a vector and a turn, or a step
         constexpr int piece = F::part / (F::group / 8);
-        Words high[parts] = {};
+        const int64_t stride = records * F::record;
+        Words high[side * parts] = {};
         if constexpr (above > 0)
-            each<parts>([&](auto part) ALWAYS_INLINE {
-                high[part] = read<Words>(group + F::factors + F::low + (from + part) * WIDTH);
+            each<side * parts>([&](auto at) ALWAYS_INLINE {
+                const uint8_t* own = group + at / parts * stride + F::factors + F::low;
+                high[at] = read<Words>(own + (from + at % parts) * WIDTH);
             });
         const uint8_t* low = group + F::factors + from * wide;
         for (int i = 0; i < F::group; i += 8) {
-            if (ask) ask_for(group + i / 8 * piece + AHEAD, piece);
-            each<8 / OF_LANE<Number>>([&](auto turn) ALWAYS_INLINE {
-                each<parts>([&](auto part) ALWAYS_INLINE {
-                    const Number* const none = nullptr;
-                    const Words weights = of_turn<type, turn>(low + part * wide, high[part], none);
-                    each<rows>([&](auto r) ALWAYS_INLINE {
-                        const Number* own = row[r][place].values + half * ROUNDED / 2 + i + OF_LANE<Number> * turn;
-                        sums[r * parts + part].add(weights, own);
+            each<side>([&](auto u) ALWAYS_INLINE {
+                if (ask) ask_ahead<side>(group + u * stride + i / 8 * piece, piece);
+                each<8 / OF_LANE<Number>>([&](auto turn) ALWAYS_INLINE {
+                    each<parts>([&](auto part) ALWAYS_INLINE {
+                        const Number* const none = nullptr;
+                        const Words weights =
+                            of_turn<type, turn>(low + u * stride + part * wide, high[u * parts + part], none);
+                        each<rows>([&](auto r) ALWAYS_INLINE {
+                            const Number* own = row[r][place].values + half * ROUNDED / 2 + i + OF_LANE<Number> * turn;
+                            sums[(r * side + u) * parts + part].add(weights, own);
+                        });
                     });
                 });
             });
             if constexpr (above > 0)
-                each<parts>([&](auto part) ALWAYS_INLINE { high[part] >>= 4 * above; });
+                each<side * parts>([&](auto at) ALWAYS_INLINE { high[at] >>= 4 * above; });
             low += OUTPUTS * (F::bits == 8 ? 8 : 4);  // bytes of eight inputs
-            each<rows * parts>([&](auto at) ALWAYS_INLINE { sums[at].settle(i + 8); });
+            each<side * rows * parts>([&](auto at) ALWAYS_INLINE { sums[at].settle(i + 8); });
         }
     }
 };
@@ -170,7 +178,8 @@ struct RoundedProduct {
         with_type(call.type, [&](auto type) { count = RoundedLinear<type, Number>(call).tasks(); });
         return count;
     }
-    void task(int64_t at) const {
-        with_type(call.type, [&](auto type) { RoundedLinear<type, Number>(call).task(at); });
+    int64_t side() const { return beside(call.rows); }
+    void several(int64_t from, int64_t to) const {
+        with_type(call.type, [&](auto type) { RoundedLinear<type, Number>(call).several(from, to); });
     }
 };

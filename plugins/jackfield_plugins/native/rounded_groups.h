@@ -36,7 +36,8 @@ inline int64_t sharing(const Call& call) { return std::min<int64_t>(call.group_s
 
 template <int bits, class Number>
 class RoundedLinear : public RoundedRows<RoundedLinear<bits, Number>, Call, Number> {
-    static constexpr int OF_EIGHT = bits == 4 ? 1 : 2;  // words of eight inputs of an output
+    static constexpr int OF_EIGHT = bits == 4 ? 1 : 2;                          // words of eight inputs of an output
+    static constexpr int PLACE = ROUNDED / 8 * OF_EIGHT * UNIT * BYTES;  // bytes of a unit
     using Base = RoundedRows<RoundedLinear, Call, Number>;
     using Base::call, Base::input;
     const int64_t places, of_group, of_scale;  // pieces in all, of a group, with a scale of activations
@@ -50,62 +51,67 @@ class RoundedLinear : public RoundedRows<RoundedLinear<bits, Number>, Call, Numb
    private:
     friend Base;
 
-    template <int rows, int blocks>
+    template <int rows, int blocks, int side>
     void multiply_tile(int count, int64_t unit, int block, int64_t from, bool first) const {
-        constexpr int parts = blocks * PARTS, size = ROUNDED / 8 * OF_EIGHT * UNIT * BYTES;  // of a place
-        const uint8_t* weight = call.weight + unit * places * size;
-        const bfloat16* scale = call.scale + (unit * (places / of_group) * UNIT + block) * LANES;
+        constexpr int parts = blocks * PARTS, across = side * parts;  // vectors of outputs, of a unit and of all
+        const int64_t scales = places / of_group * OUTPUTS;           // of a unit
+        const uint8_t* weight = call.weight + unit * places * PLACE;
+        const bfloat16* scale = call.scale + unit * scales + block * LANES;
         const Rounded<Number>* row[rows];
         each<rows>([&](auto i) ALWAYS_INLINE {
             row[i] = input + (from + std::min<int>(i, count - 1)) * places;  // the last again where there is none
         });
-        Vec<float> total[rows * parts];
-        each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
+        Vec<float> total[rows * across];
+        each<rows * across>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t place = 0; place < places; place += of_scale) {
             if (first && place % of_group == 0)
-                ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6, OUTPUTS * sizeof *scale);
-            Sum<bits, Number> sums[rows * parts];
+                each<side>([&](auto u) ALWAYS_INLINE { ask_ahead<side, 6>(scale + u * scales, OUTPUTS); });
+            Sum<bits, Number> sums[rows * across];
             each<rows>([&](auto i) ALWAYS_INLINE {
                 Integers less{};
                 if constexpr (bits_less<bits, Number> > 0)
                     for (int64_t at = place; at < place + of_scale; at++)
                         less += (Integers{} + row[i][at].less) << bits_less<bits, Number>;
-                each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = Sum<bits, Number>(less); });
+                each<across>([&](auto part) ALWAYS_INLINE { sums[i * across + part] = Sum<bits, Number>(less); });
             });
-            for (int64_t at = place; at < place + of_scale; at++, weight += size)
-                add_place<rows, parts>(weight + block * BYTES, row, at, first, sums);
-            each<parts>([&](auto part) ALWAYS_INLINE {
-                const Vec<float> factor = load(scale + part * WIDE);
+            for (int64_t at = place; at < place + of_scale; at++, weight += PLACE)
+                add_place<rows, parts, side>(weight + block * BYTES, row, at, first, sums);
+            each<across>([&](auto part) ALWAYS_INLINE {
+                const Vec<float> factor = load(scale + part / parts * scales + part % parts * WIDE);
                 each<rows>([&](auto i) ALWAYS_INLINE {
-                    Vec<float>& all = total[i * parts + part];
-                    all = settled<Number>(sums[i * parts + part].total(), factor, row[i][place].scale, all);
+                    Vec<float>& all = total[i * across + part];
+                    all = settled<Number>(sums[i * across + part].total(), factor, row[i][place].scale, all);
                 });
             });
             if ((place + of_scale) % of_group == 0) scale += OUTPUTS;
         }
-        each<rows * parts>([&](auto i) ALWAYS_INLINE {
-            int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            if (i / parts < count) this->write(total[i], from + i / parts, output);
+        each<rows * across>([&](auto i) ALWAYS_INLINE {
+            const int part = i % across;
+            const int64_t output = ((unit + part / parts) * UNIT + block) * LANES + part % parts * WIDE;
+            if (i / across < count) this->write(total[i], from + i / across, output);
         });
     }
 
-    // `ask`: for weights before their turn.
-    template <int rows, int parts>
-    static ALWAYS_INLINE void add_place(const uint8_t* weight, const Rounded<Number>* const* row, int64_t place,
-                                        bool ask, Sum<bits, Number>* sums) {
+    // Of `side` units. `ask`: for weights before their turn.
+    template <int rows, int parts, int side>
+    ALWAYS_INLINE void add_place(const uint8_t* weight, const Rounded<Number>* const* row, int64_t place, bool ask,
+                                 Sum<bits, Number>* sums) const {
         for (int i = 0; i < ROUNDED; i += 8, weight += OF_EIGHT * UNIT * BYTES) {
-            if (ask) ask_for(weight + AHEAD, OF_EIGHT * UNIT * BYTES);
-            each<8 / OF_LANE<Number>>([&](auto turn) ALWAYS_INLINE {
-                each<parts>([&](auto part) ALWAYS_INLINE {
-                    const Number* const none = nullptr;
-                    const Words weights = of_turn<bits, turn>(weight + part * WIDTH, none);
-                    each<rows>([&](auto r) ALWAYS_INLINE {
-                        const Number* own = row[r][place].values + i + OF_LANE<Number> * turn;
-                        sums[r * parts + part].add(weights, own);
+            each<side>([&](auto u) ALWAYS_INLINE {
+                const uint8_t* own = weight + u * places * PLACE;
+                if (ask) ask_ahead<side>(own, OF_EIGHT * UNIT * BYTES);
+                each<8 / OF_LANE<Number>>([&](auto turn) ALWAYS_INLINE {
+                    each<parts>([&](auto part) ALWAYS_INLINE {
+                        const Number* const none = nullptr;
+                        const Words weights = of_turn<bits, turn>(own + part * WIDTH, none);
+                        each<rows>([&](auto r) ALWAYS_INLINE {
+                            const Number* input = row[r][place].values + i + OF_LANE<Number> * turn;
+                            sums[(r * side + u) * parts + part].add(weights, input);
+                        });
                     });
                 });
             });
-            each<rows * parts>([&](auto at) ALWAYS_INLINE { sums[at].settle(i + 8); });
+            each<side * rows * parts>([&](auto at) ALWAYS_INLINE { sums[at].settle(i + 8); });
         }
     }
 };
@@ -118,8 +124,9 @@ struct RoundedProduct {
     int64_t tasks() const {
         return call.bits == 4 ? RoundedLinear<4, Number>(call).tasks() : RoundedLinear<8, Number>(call).tasks();
     }
-    void task(int64_t at) const {
-        if (call.bits == 4) RoundedLinear<4, Number>(call).task(at);
-        else RoundedLinear<8, Number>(call).task(at);
+    int64_t side() const { return beside(call.rows); }
+    void several(int64_t from, int64_t to) const {
+        if (call.bits == 4) RoundedLinear<4, Number>(call).several(from, to);
+        else RoundedLinear<8, Number>(call).several(from, to);
     }
 };

@@ -4,21 +4,23 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned flags);
 
-// Has up to `threads` threads do work(0) to work(count - 1). What a thread takes follows one another,
-// first many, then fewer, since neighbours lie side by side in memory: a thread that takes one task at a
-// time asks ahead for what another one reads (a quarter of the speed, with two threads).
+// Has up to `threads` threads do work(0) to work(count - 1), or work(from, to), which is several of them. What a thread
+// takes follows one another, first many, then fewer, since neighbours lie side by side in memory: a thread that takes
+// one task at a time asks ahead for what another one reads (a quarter of the speed, with two threads). It takes
+// multiples of `side`.
 template <class Work>
 class Tasks {
-    const int64_t count, share;
+    const int64_t count, share, side;
     Work work;
     std::atomic<int64_t> next{0};
 
    public:
-    Tasks(int64_t count, int64_t threads, Work work)
-        : count(count), share(2 * std::min(threads, count)), work(work) {
+    Tasks(int64_t count, int64_t threads, Work work, int64_t side = 1)
+        : count(count), share(2 * std::min(threads, count)), side(side), work(work) {
         auto each = [](void* self) { static_cast<Tasks*>(self)->run(); };
         if (share > 2) GOMP_parallel(each, this, unsigned(share / 2), 0);
         else each(this);
@@ -27,9 +29,12 @@ class Tasks {
    private:
     void run() {
         for (int64_t from = next; from < count;) {
-            const int64_t to = from + std::max<int64_t>((count - from) / share, 1);
+            const int64_t few = std::max<int64_t>((count - from) / share, 1) + side - 1;
+            const int64_t to = std::min(from + few - few % side, count);
             if (!next.compare_exchange_weak(from, to, std::memory_order_relaxed)) continue;
-            while (from < to) work(from++);
+            if constexpr (std::is_invocable_v<Work&, int64_t, int64_t>) work(from, to);
+            else
+                for (int64_t at = from; at < to; at++) work(at);
             from = next;
         }
     }

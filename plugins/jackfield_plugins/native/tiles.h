@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "amx.h"
 #include "together.h"
 #include "vectors.h"
 
@@ -14,6 +15,32 @@ constexpr int WIDE = Vector<float>::lanes;  // outputs of a vector
 constexpr int PARTS = LANES / WIDE;         // vectors of a block
 constexpr int64_t CHUNK = 48;               // rows of a task: with a unit's weights they fit into a cache
 constexpr int AHEAD = 6144;                 // bytes of weights that are asked for before they are needed
+
+// How many units so many rows read side by side. Processors with tiles read four streams faster than one, by a quarter
+// of Q4_0, also where the sums of two rows do not all fit into the registers; of four rows they cost more than that.
+#if defined(WITH_TILES)
+constexpr int beside(int64_t rows) { return rows <= 2 ? 4 : 1; }
+#else
+constexpr int beside(int64_t) { return 1; }
+#endif
+
+// Asks for `count` numbers of a stream of `side`, before their turn: weights, or scales that are a `part` of them.
+template <int side, int part = 1, class T>
+inline ALWAYS_INLINE void ask_ahead(const T* from, int64_t count) {
+    const char* const own = reinterpret_cast<const char*>(from);
+    const int64_t bytes = count * sizeof(T);
+    if constexpr (side == 1) ask_for(own + AHEAD / part, bytes);
+    else  // of several streams, few lines at a time are on their way to the first cache
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(own + AHEAD / 3 / part + at, 0, 3);
+}
+
+// Calls what(side, unit) for `units` units from `unit` on: for `side` of them at once, or for one after the other.
+template <int side, class What>
+inline ALWAYS_INLINE void side_by_side(int64_t unit, int64_t units, What what) {
+    if constexpr (side > 1)
+        if (units == side) return what(std::integral_constant<int, side>(), unit);
+    for (; units; unit++, units--) what(std::integral_constant<int, 1>(), unit);
+}
 
 // How many rows are worked on together, and how many blocks; their sums have to fit into the registers.
 #if defined(__AVX512BF16__)

@@ -6,22 +6,39 @@
 
 constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
 
-// A `Work` is made of a `Call`. It has `tasks()`, and `task(n)` does one of them. There are as many threads as
-// the largest would have by itself: small ones are not worth waking one, also if there are several.
+// How tasks of a work are done: `task(n)` does one, or `several(from, to)` some, `side()` of them side by side.
+template <class Work, class = void>
+struct Doing {
+    static int64_t side(const Work&) { return 1; }
+    static void some(const Work& work, int64_t from, int64_t to) {
+        while (from < to) work.task(from++);
+    }
+};
+template <class Work>
+struct Doing<Work, std::void_t<decltype(&Work::several)>> {
+    static int64_t side(const Work& work) { return work.side(); }
+    static void some(const Work& work, int64_t from, int64_t to) { work.several(from, to); }
+};
+
+// A `Work` is made of a `Call`. It has `tasks()`. There are as many threads as the largest would have by itself: small
+// ones are not worth waking one, also if there are several.
 template <class Work, class Call>
 inline void together(const Call* const* calls, int64_t count) {
-    int64_t tasks = 0, products = 0;
+    int64_t tasks = 0, products = 0, side = 1;
     for (int64_t i = 0; i < count; i++) {
-        tasks += Work(*calls[i]).tasks();
+        const Work work(*calls[i]);
+        tasks += work.tasks(), side = std::max(side, Doing<Work>::side(work));
         products = std::max(products, calls[i]->rows * calls[i]->in_features * calls[i]->out_features);
     }
-    Tasks(tasks, std::min(calls[0]->threads, products / WORTH + 1), [calls](int64_t task) {
-        for (const Call* const* call = calls;; call++) {
+    const auto some = [calls](int64_t from, int64_t to) {
+        for (const Call* const* call = calls; from < to; call++) {
             const Work work(**call);
-            if (task < work.tasks()) return work.task(task);
-            task -= work.tasks();
+            const int64_t own = work.tasks();
+            if (from < own) Doing<Work>::some(work, from, std::min(to, own));
+            from = std::max<int64_t>(from - own, 0), to -= own;
         }
-    });
+    };
+    Tasks(tasks, std::min(calls[0]->threads, products / WORTH + 1), some, side);
 }
 
 // What is made of inputs, `made` of a call: calls with one input, as `same_input` says, share it. Each is `size(call)`

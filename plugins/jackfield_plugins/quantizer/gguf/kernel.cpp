@@ -239,18 +239,23 @@ class Linear {
 
     int64_t tasks() const { return units * chunks; }
 
-    void task(int64_t at) const {
-        int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        if constexpr (std::is_same_v<T, float>)
-            if (call.rows > FEW) return Many<type>(call).multiply(at / chunks, from, count);
-        multiply(at / chunks, from, count);
+    int64_t side() const { return beside(call.rows); }
+
+    void several(int64_t first, int64_t end) const {
+        for (int64_t units; first < end; first += units) {
+            const int64_t from = first % chunks * CHUNK, rows = std::min(CHUNK, call.rows - from);
+            units = std::min(end - first, side());
+            task(first / chunks, units, from, rows);
+        }
     }
 
    protected:
-    void multiply(int64_t unit, int64_t from, int64_t count) const {
+    void multiply(int64_t unit, int64_t units, int64_t from, int64_t count) const {
         in_tiles<blocks_for>(Sizes(), from, count,
                              [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
-                                 multiply<size, blocks>(rows, unit, block, row, first);
+                                 side_by_side<beside(size)>(unit, units, [&](auto side, int64_t at) {
+                                     multiply<size, blocks, side>(rows, at, block, row, first);
+                                 });
                              });
     }
 
@@ -261,17 +266,24 @@ class Linear {
 
    private:
     static constexpr int FEW = 8;  // rows of float32, up to which weights are not unpacked for all at once
+
+    void task(int64_t unit, int64_t units, int64_t from, int64_t count) const {
+        if constexpr (std::is_same_v<T, float>)
+            if (call.rows > FEW) return Many<type>(call).multiply(unit, from, count);
+        multiply(unit, units, from, count);
+    }
+
     // Rows of a tile.
     using Floats = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 4, 8>, std::integer_sequence<int, 1, 4>>;
     using Pairwise = std::conditional_t<AS_TILES, std::integer_sequence<int, 1, 2>,
                                         std::integer_sequence<int, 1, 2, 4, 8>>;
     using Sizes = std::conditional_t<std::is_same_v<T, bfloat16>, Pairwise, Floats>;
 
-    template <int rows, int blocks>
+    template <int rows, int blocks, int side>
     void multiply(int count, int64_t unit, int block, int64_t from, bool first) const {
-        constexpr int parts = blocks * PARTS;
-        const uint8_t* record = call.weight + unit * records * F::record;
-        const int64_t groups = records * F::groups;
+        constexpr int parts = blocks * PARTS, across = side * parts;  // vectors of outputs, of a unit and of all
+        const int64_t groups = records * F::groups, stride = records * F::record;
+        const uint8_t* record = call.weight + unit * stride;
         const Input* row[rows];
         const float* sum_of[rows];
         each<rows>([&](auto i) ALWAYS_INLINE {
@@ -279,61 +291,68 @@ class Linear {
             row[i] = input + place * call.in_features;
             sum_of[i] = call.sums + place * groups;
         });
-        Vec<float> total[rows * parts];
-        each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
+        Vec<float> total[rows * across];
+        each<rows * across>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t at = 0; at < groups; at++) {
             const int g = at % F::groups;
             const uint8_t* group = record + F::head + g * F::part;
-            if (first && g == F::groups - 1) ask_for(group + F::part + AHEAD, F::head);
-            Sum sums[rows * parts];
-            each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Sum{}; });
-            add_group<rows, parts>(group, block * PARTS, row, at * F::group, first, sums);
-            each<parts>([&](auto part) ALWAYS_INLINE {
-                const int output = block * LANES + part * WIDE;
-                Vec<float> scale = scale_of<type>(record, group, output), minimum{};
-                if constexpr (F::minimum) minimum = minimum_of<type>(record, group, output);
+            if (first && g == F::groups - 1)
+                each<side>([&](auto u) ALWAYS_INLINE { ask_ahead<side>(group + u * stride + F::part, F::head); });
+            Sum sums[rows * across];
+            each<rows * across>([&](auto i) ALWAYS_INLINE { sums[i] = Sum{}; });
+            add_group<rows, parts, side>(group, block * PARTS, row, at * F::group, first, sums);
+            each<across>([&](auto part) ALWAYS_INLINE {
+                const int64_t before = part / parts * stride;
+                const int output = block * LANES + part % parts * WIDE;
+                Vec<float> scale = scale_of<type>(record + before, group + before, output), minimum{};
+                if constexpr (F::minimum) minimum = minimum_of<type>(record + before, group + before, output);
                 each<rows>([&](auto i) ALWAYS_INLINE {
-                    Vec<float>& all = total[i * parts + part];
-                    all = fused(total_of(sums[i * parts + part]), scale, all);
+                    Vec<float>& all = total[i * across + part];
+                    all = fused(total_of(sums[i * across + part]), scale, all);
                     if constexpr (F::minimum) all = fused(minimum, everywhere(sum_of[i][at]), all);
                 });
             });
             if (g == F::groups - 1) record += F::record;
         }
-        each<rows * parts>([&](auto i) ALWAYS_INLINE {
-            int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            if (i / parts < count) write(total[i], from + i / parts, output);
+        each<rows * across>([&](auto i) ALWAYS_INLINE {
+            const int part = i % across;
+            const int64_t output = ((unit + part / parts) * UNIT + block) * LANES + part % parts * WIDE;
+            if (i / across < count) write(total[i], from + i / across, output);
         });
     }
 
-    // Of the outputs from vector `from` of a unit on. `ask`: for weights before their turn, a piece at a time.
-    template <int rows, int parts>
+    // Of the outputs from vector `from` of `side` units on. `ask`: for weights before their turn, a piece at a time.
+    template <int rows, int parts, int side>
     ALWAYS_INLINE void add_group(const uint8_t* group, int from, const Input* const* row, int64_t input, bool ask,
                                  Sum* sums) const {
         constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
         constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a vector and a turn, or a step
         constexpr int piece = F::part / (F::group / 8);
-        Bits high[parts];
-        each<parts>([&](auto part) ALWAYS_INLINE {
-            if constexpr (above > 0) high[part] = read<Bits>(group + F::factors + F::low + (from + part) * WIDTH);
+        const int64_t stride = records * F::record;
+        Bits high[side * parts];
+        each<side * parts>([&](auto at) ALWAYS_INLINE {
+            const uint8_t* own = group + at / parts * stride + F::factors + F::low;
+            if constexpr (above > 0) high[at] = read<Bits>(own + (from + at % parts) * WIDTH);
         });
         const uint8_t* low = group + F::factors + from * wide;
         for (int i = 0; i < F::group; i += 8) {
-            if (ask) ask_for(group + i / 8 * piece + AHEAD, piece);
-            each<4>([&](auto turn) ALWAYS_INLINE {
-                each<parts>([&](auto part) ALWAYS_INLINE {
-                    const uint8_t* own = low + part * wide;
-                    const auto weight = [&] {
-                        if constexpr (AS_TILES) return two_of<type, turn>(own, Words{});
-                        else return numbers<type, turn>(own, high[part]);
-                    }();
-                    each<rows>([&](auto r) ALWAYS_INLINE {
-                        add(sums[r * parts + part], weight, row[r] + input + i + 2 * turn);
+            each<side>([&](auto u) ALWAYS_INLINE {
+                if (ask) ask_ahead<side>(group + u * stride + i / 8 * piece, piece);
+                each<4>([&](auto turn) ALWAYS_INLINE {
+                    each<parts>([&](auto part) ALWAYS_INLINE {
+                        const uint8_t* own = low + u * stride + part * wide;
+                        const auto weight = [&] {
+                            if constexpr (AS_TILES) return two_of<type, turn>(own, Words{});
+                            else return numbers<type, turn>(own, high[u * parts + part]);
+                        }();
+                        each<rows>([&](auto r) ALWAYS_INLINE {
+                            add(sums[(r * side + u) * parts + part], weight, row[r] + input + i + 2 * turn);
+                        });
                     });
                 });
             });
             if constexpr (above > 0)
-                each<parts>([&](auto part) ALWAYS_INLINE { high[part] = without<4 * above>(high[part]); });
+                each<side * parts>([&](auto at) ALWAYS_INLINE { high[at] = without<4 * above>(high[at]); });
             low += OUTPUTS * (F::bits == 8 ? 8 : 4);  // bytes of eight inputs
         }
     }
@@ -445,8 +464,9 @@ struct Product {
         as([&](auto linear) { count = linear.tasks(); });
         return count;
     }
-    void task(int64_t at) const {
-        as([at](auto linear) { linear.task(at); });
+    int64_t side() const { return beside(call.rows); }
+    void several(int64_t from, int64_t to) const {
+        as([=](auto linear) { linear.several(from, to); });
     }
 
    private:

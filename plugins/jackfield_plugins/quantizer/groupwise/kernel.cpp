@@ -105,22 +105,24 @@ class Unit {
 
 #endif
 
-// sums += the products of one group: of each row with each part of a block. `ask`: for weights before their turn.
-template <int bits, int rows, int parts, class T, class Sum>
-inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64_t stride, int64_t steps, bool ask,
-                                    Sum* sums) {
+// sums += the products of one group: of each row with each part of a block of `side` units, of so many bytes each.
+// `ask`: for weights before their turn.
+template <int bits, int rows, int parts, int side, class T, class Sum>
+inline ALWAYS_INLINE void add_group(const uint8_t* weight, int64_t of_unit, const T* input, int64_t stride,
+                                    int64_t steps, bool ask, Sum* sums) {
     for (int64_t step = 0; step < steps; step++) {
-        if (ask) ask_for(weight + AHEAD, UNIT * BYTES);
-        Words packed[parts];
-        each<parts>([&](auto part) ALWAYS_INLINE {
-            packed[part] = read<Words>(weight + part * WIDTH);
-        });
-        each<inputs_of(bits) / 2>([&](auto turn) ALWAYS_INLINE {
-            decltype(numbers<bits, 0>(packed[0], input)) value[parts];
-            each<parts>([&](auto part) ALWAYS_INLINE { value[part] = numbers<bits, turn>(packed[part], input); });
-            each<rows>([&](auto r) ALWAYS_INLINE {
-                each<parts>([&](auto part) ALWAYS_INLINE {
-                    add(sums[r * parts + part], value[part], input + r * stride + 2 * turn);
+        each<side>([&](auto u) ALWAYS_INLINE {
+            const uint8_t* own = weight + u * of_unit;
+            if (ask) ask_ahead<side>(own, UNIT * BYTES);
+            Words packed[parts];
+            each<parts>([&](auto part) ALWAYS_INLINE { packed[part] = read<Words>(own + part * WIDTH); });
+            each<inputs_of(bits) / 2>([&](auto turn) ALWAYS_INLINE {
+                decltype(numbers<bits, 0>(packed[0], input)) value[parts];
+                each<parts>([&](auto part) ALWAYS_INLINE { value[part] = numbers<bits, turn>(packed[part], input); });
+                each<rows>([&](auto r) ALWAYS_INLINE {
+                    each<parts>([&](auto part) ALWAYS_INLINE {
+                        add(sums[(r * side + u) * parts + part], value[part], input + r * stride + 2 * turn);
+                    });
                 });
             });
         });
@@ -145,16 +147,23 @@ class Linear {
 
     int64_t tasks() const { return units * chunks; }
 
-    void task(int64_t at) const {
-        int64_t from = at % chunks * CHUNK;
-        multiply(at / chunks, from, std::min(CHUNK, call.rows - from));
+    int64_t side() const { return beside(call.rows); }
+
+    void several(int64_t first, int64_t end) const {
+        for (int64_t units; first < end; first += units) {
+            const int64_t from = first % chunks * CHUNK;
+            units = std::min(end - first, side());
+            multiply(first / chunks, units, from, std::min(CHUNK, call.rows - from));
+        }
     }
 
    protected:
-    void multiply(int64_t unit, int64_t from, int64_t count) const {
+    void multiply(int64_t unit, int64_t units, int64_t from, int64_t count) const {
         in_tiles<blocks_for>(Sizes(), from, count,
                              [&](auto size, auto blocks, int64_t, int block, int64_t row, bool first) {
-                                 multiply<size, blocks>(unit, block, row, first);
+                                 side_by_side<beside(size)>(unit, units, [&](auto side, int64_t at) {
+                                     multiply<size, blocks, side>(at, block, row, first);
+                                 });
                              });
     }
 
@@ -169,40 +178,43 @@ class Linear {
                                    std::integer_sequence<int, 1, 2, 3, 4>>;
     using Sizes = std::conditional_t<AS_TILES, std::integer_sequence<int, 1, 2>, All>;
 
-    template <int rows, int blocks>
+    template <int rows, int blocks, int side>
     void multiply(int64_t unit, int block, int64_t from, bool first) const {
-        const uint8_t* weight = call.weight + (unit * groups * steps * UNIT + block) * BYTES;
-        const bfloat16* scale = call.scale + (unit * groups * UNIT + block) * LANES;
+        constexpr int parts = blocks * PARTS, across = side * parts;  // vectors of outputs, of a unit and of all
+        const int64_t of_unit = groups * steps * UNIT * BYTES, scales = groups * OUTPUTS;
+        const uint8_t* weight = call.weight + unit * of_unit + block * BYTES;
+        const bfloat16* scale = call.scale + unit * scales + block * LANES;
         const Input* own = input + from * call.in_features;
-        constexpr int parts = blocks * PARTS;
         const int64_t together = AS_TILES ? 32 / inputs_of(bits) : steps;
-        Vec<float> total[rows * parts];
-        each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
+        Vec<float> total[rows * across];
+        each<rows * across>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t group = 0; group < groups; group++) {
-            if (first) ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6, OUTPUTS * sizeof *scale);
-            Vec<float> all[rows * parts];
-            each<rows * parts>([&](auto i) ALWAYS_INLINE { all[i] = Vec<float>{}; });
+            if (first) each<side>([&](auto u) ALWAYS_INLINE { ask_ahead<side, 6>(scale + u * scales, OUTPUTS); });
+            Vec<float> all[rows * across];
+            each<rows * across>([&](auto i) ALWAYS_INLINE { all[i] = Vec<float>{}; });
             for (int64_t step = 0; step < steps; step += together) {
-                Sum sums[rows * parts];
-                each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Sum{}; });
-                add_group<bits, rows, parts>(weight, own, call.in_features, together, first, sums);
-                each<rows * parts>([&](auto i) ALWAYS_INLINE {
+                Sum sums[rows * across];
+                each<rows * across>([&](auto i) ALWAYS_INLINE { sums[i] = Sum{}; });
+                add_group<bits, rows, parts, side>(weight, of_unit, own, call.in_features, together, first, sums);
+                each<rows * across>([&](auto i) ALWAYS_INLINE {
                     if constexpr (AS_TILES) all[i] += total_of(sums[i]);
                     else all[i] = sums[i];
                 });
                 weight += together * UNIT * BYTES;
                 own += together * inputs_of(bits);
             }
-            each<parts>([&](auto part) ALWAYS_INLINE {
-                Vec<float> factor = load(scale + part * WIDE);
+            each<across>([&](auto part) ALWAYS_INLINE {
+                const Vec<float> factor = load(scale + part / parts * scales + part % parts * WIDE);
                 each<rows>([&](auto r) ALWAYS_INLINE {
-                    total[r * parts + part] = fused(all[r * parts + part], factor, total[r * parts + part]);
+                    total[r * across + part] = fused(all[r * across + part], factor, total[r * across + part]);
                 });
             });
             scale += OUTPUTS;
         }
-        each<rows * parts>([&](auto i) ALWAYS_INLINE {
-            write(total[i], from + i / parts, (unit * UNIT + block) * LANES + i % parts * WIDE);
+        each<rows * across>([&](auto i) ALWAYS_INLINE {
+            const int part = i % across;
+            const int64_t output = ((unit + part / parts) * UNIT + block) * LANES + part % parts * WIDE;
+            write(total[i], from + i / across, output);
         });
     }
 };
@@ -218,9 +230,10 @@ struct TiledProduct {
 
     explicit TiledProduct(const ForTiles<Call>& call) : call(call) {}
     int64_t tasks() const { return call.bits == 4 ? TiledLinear<4>(call).tasks() : TiledLinear<8>(call).tasks(); }
-    void task(int64_t at) const {
-        if (call.bits == 4) TiledLinear<4>(call).task(at);
-        else TiledLinear<8>(call).task(at);
+    int64_t side() const { return beside(call.rows); }
+    void several(int64_t from, int64_t to) const {
+        if (call.bits == 4) TiledLinear<4>(call).several(from, to);
+        else TiledLinear<8>(call).several(from, to);
     }
 };
 
@@ -248,8 +261,9 @@ struct Product {
     int64_t tasks() const {
         return as([](auto linear) { return linear.tasks(); });
     }
-    void task(int64_t at) const {
-        as([at](auto linear) { return linear.task(at), 0; });
+    int64_t side() const { return beside(call.rows); }
+    void several(int64_t from, int64_t to) const {
+        as([=](auto linear) { return linear.several(from, to), 0; });
     }
 
    private:
