@@ -85,7 +85,7 @@ def assert_right(
     kind=st.sampled_from(list(BLOCKS)),
     count=st.one_of(st.integers(1, 33), st.sampled_from((47, 48, 49, 131))),
     blocks=st.integers(1, 5),
-    outputs=st.one_of(st.integers(1, 200), st.sampled_from((16, 64, 128))),
+    outputs=st.one_of(st.integers(1, 200), st.sampled_from((16, 64, 128, 650))),
     dtype=st.sampled_from(DTYPES),
     bias=st.booleans(),
     threads=st.sampled_from((1, 2, 3)),
@@ -189,7 +189,7 @@ def largest(count: int, size: int) -> torch.Tensor:
 def test_bits_depend_neither_on_the_batch_nor_on_threads(
     kind: str, dtype: torch.dtype, int8: bool
 ) -> None:
-    packed, matrix, _ = matrix_of(kind, 200, 1024)
+    packed, matrix, _ = matrix_of(kind, 650, 1024)  # units of 64, four at a time, and three more
     hidden = far_apart(140, 1024).to(dtype)
     torch.set_num_threads(2)
     together = linear(hidden, packed, None, matrix, int8)

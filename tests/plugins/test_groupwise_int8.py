@@ -74,7 +74,7 @@ def assert_right(rows, inputs, outputs, bits, dtype, *, group_size=32, bias=True
     rows=st.one_of(st.integers(1, 20), st.sampled_from((47, 48, 49, 96, 131))),
     groups=st.integers(1, 5),
     group_size=st.sampled_from(GROUP_SIZES),
-    outputs=st.one_of(st.integers(1, 200), st.sampled_from((16, 64, 128))),
+    outputs=st.one_of(st.integers(1, 200), st.sampled_from((16, 64, 128, 650))),
     bias=st.booleans(),
     form=st.sampled_from(FORMS),
     count=st.sampled_from((1, 2, 3)),

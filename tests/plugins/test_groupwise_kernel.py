@@ -157,7 +157,7 @@ def threads() -> Iterator[None]:
 def test_native_bits_depend_neither_on_the_batch_nor_on_threads(
     bits: int, dtype: torch.dtype, group_size: int
 ) -> None:
-    new, _ = layer_of("native", 896, 200, bits=bits, dtype=dtype, group_size=group_size)
+    new, _ = layer_of("native", 896, 650, bits=bits, dtype=dtype, group_size=group_size)
     hidden = (torch.randn(140, 896) * (2 * torch.randn(140, 896)).exp()).to(dtype)
     torch.set_num_threads(2)
     together = new(hidden)

@@ -15,7 +15,7 @@ import torch
 
 from jackfield.contracts import NativeCall
 from jackfield.errors import ExecutionError
-from jackfield_plugins.native import NativeKernel
+from jackfield_plugins.native import NativeKernel, pages
 from jackfield_plugins.native.arguments import unreadable
 
 KERNEL = NativeKernel("gguf", Path(__file__).parent, instead="quantization='gguf?kernel=none'")
@@ -92,7 +92,7 @@ def pack(blocks: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         takes = f"blocks of {matrix.kind}, uint8 {[matrix.out_features, matrix.row_bytes]}"
         raise unreadable("gguf", takes, blocks=blocks)
     blocks = blocks.contiguous()
-    packed = torch.zeros(matrix.nbytes, dtype=torch.uint8)
+    packed = pages.zeros(matrix.nbytes)
     number = BLOCKS[matrix.kind].number
     call = (blocks.data_ptr(), packed.data_ptr(), matrix.in_features, matrix.out_features)
     if not _function("gguf_pack")(_PACK_PACK(*call, number, _threads())):

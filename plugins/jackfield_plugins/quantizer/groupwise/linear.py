@@ -9,6 +9,7 @@ from torch import nn
 
 from jackfield.errors import ExecutionError
 from jackfield_plugins.native.arguments import listed
+from jackfield_plugins.native.pages import moved
 from jackfield_plugins.quantizer.groupwise.operator import groupwise_linear
 from jackfield_plugins.quantizer.groupwise.quantize import (
     BITS,
@@ -84,7 +85,7 @@ class GroupwiseLinear(nn.Module):
                     f"{name} of a layer of {self.extra_repr()} is {dtype} {list(shape)}, not "
                     f"{found.dtype} {list(found.shape)}"
                 )
-        self.qweight, self.scales = self.product.pack(quantized, self.bits)
+        self.qweight, self.scales = map(moved, self.product.pack(quantized, self.bits))
         self._ready = self.qweight.is_cpu and self.qweight.numel() > 0
         if self.bias is not None and bias is not None:
             self.bias = bias.detach().to(self.dtype, copy=True)
