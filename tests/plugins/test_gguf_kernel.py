@@ -377,7 +377,7 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: F
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtypes", [(one, one) for one in DTYPES] + [DTYPES], ids=str)
-@pytest.mark.parametrize("count", [1, 3, 8, 49, 130, 133])
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 49, 130, 133])
 def test_products_run_together_give_the_same_bits(
     dtypes: tuple[torch.dtype, ...], count: int, int8: bool
 ) -> None:

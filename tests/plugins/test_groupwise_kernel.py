@@ -13,11 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native_calls import stretch_of
 from samples import sampled
 from torch import nn
 from torch.nn.functional import linear
 
 from jackfield.errors import ExecutionError, PlanError
+from jackfield_plugins.compiler.native.calls import Done
+from jackfield_plugins.compiler.native.siblings import joined
 from jackfield_plugins.native import compiling
 from jackfield_plugins.quantizer.groupwise import layout
 from jackfield_plugins.quantizer.groupwise.linear import GroupwiseLinear
@@ -166,6 +169,27 @@ def test_native_bits_depend_neither_on_the_batch_nor_on_threads(
         assert torch.equal(new(hidden[:rows]), together[:rows]), rows
     assert NativeProduct.batch_invariant
     assert not TorchProduct.batch_invariant
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.usefixtures("threads")
+def test_products_run_together_give_the_same_bits(count: int) -> None:
+    """Of one value and of another one; threads take parts of several at once."""
+    torch.set_num_threads(2)
+    inputs = [torch.randn(count, 512).bfloat16() for _ in range(2)]
+    calls, outs, dues = [], [], []
+    for at, outputs in enumerate((70, 650, 370, 130, 650)):
+        new, _ = layer_of("native", 512, outputs, bits=(4, 8)[at % 2], bias=False)
+        hidden = inputs[at // 3]
+        dues.append(new(hidden))
+        outs.append(torch.full_like(dues[-1], 77))
+        packed = Quantized(new.qweight, new.scales)
+        call = new.product.native(outs[-1], hidden, packed, None, new._sizes)  # type: ignore[attr-defined]
+        calls.append(Done("groupwise", call, sibling=at > 0))
+    (whole,) = joined(calls)
+    assert isinstance(whole, Done)
+    stretch_of([(whole.name, whole.call)])()
+    assert all(map(torch.equal, outs, dues))
 
 
 @pytest.mark.parametrize("group_size", GROUP_SIZES)

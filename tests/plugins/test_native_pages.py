@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import mmap
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from jackfield_plugins.native import pages
+from jackfield_plugins.quantizer.gguf.native import KERNEL, Matrix, pack
 from jackfield_plugins.quantizer.groupwise.linear import GroupwiseLinear
 from jackfield_plugins.quantizer.groupwise.quantize import quantize
 from jackfield_plugins.quantizer.groupwise.torch_kernel import TorchProduct
@@ -33,17 +32,17 @@ def test_each_has_its_own_memory() -> None:
     assert_own([pages.zeros(size) for size in SIZES * 2])
 
 
-def test_threads_do_not_share_a_place() -> None:
-    with ThreadPoolExecutor(4) as threads:
-        assert_own(list(threads.map(pages.zeros, [70_000 + i for i in range(600)])))
-
-
-def test_memory_lives_as_long_as_a_tensor() -> None:
+def test_memory_lives_as_long_as_a_tensor_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_newest", None)
     first, last = pages.zeros(100_000), pages.zeros(100_000).fill_(7)
+    chunk = pages._newest
+    assert chunk is not None
     del first
-    for _ in range(20):
-        pages.zeros(1 << 24).fill_(9)
+    others = [pages.zeros(1 << 24).fill_(9) for _ in range(5)]
     assert (last == 7).all()
+    assert chunk() is not None
+    del last, others
+    assert chunk() is None
 
 
 def test_a_copy_takes_what_it_needs() -> None:
@@ -53,23 +52,46 @@ def test_a_copy_takes_what_it_needs() -> None:
     assert torch.nn.Parameter(one, requires_grad=False).share_memory_().is_shared()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("_ADVICE", None), ("_ADVICE", -1), ("_CHUNK", 1 << 62)], ids=str
-)
+NONE = [("_ADVICE", None), ("_ADVICE", -1), ("_CHUNK", 1 << 62)]
+
+
+@pytest.mark.parametrize(("name", "value"), NONE, ids=str)
 def test_without_such_pages_memory_is_what_it_was(
     name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A system that has none, that knows no such advice, or that has no room."""
-    monkeypatch.setattr(pages, "_chunk", None)
+    monkeypatch.setattr(pages, "_newest", None)
     monkeypatch.setattr(pages, name, value)
     assert_own([pages.zeros(size) for size in SIZES])
+    one = torch.ones(100_000)
+    with torch.device("meta"):
+        assert pages.moved(one) is one
+        assert pages.zeros(100_000).is_cpu
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone has large pages")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64], ids=str)
+def test_what_is_moved_is_the_same(dtype: torch.dtype) -> None:
+    for one in (torch.randn(300, 700).to(dtype), torch.randn(300, 700).to(dtype).t()):
+        found = pages.moved(one)
+        assert found.data_ptr() != one.data_ptr()
+        assert found.is_contiguous()
+        assert found.dtype is dtype
+        assert torch.equal(found, one)
+    for one in (torch.ones(5), torch.empty(0), torch.empty(1 << 20, device="meta")):
+        assert pages.moved(one) is one
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="Linux alone has large pages"
+)
 def test_packed_weights_lie_in_large_pages() -> None:
-    layer = GroupwiseLinear(256, 1024, False, TorchProduct())
-    layer.set_weight(quantize(torch.randn(1024, 256)))
-    assert "hg" in flags_at(layer.qweight.data_ptr()).split()
+    layer = GroupwiseLinear(256, 4096, False, TorchProduct())
+    layer.set_weight(quantize(torch.randn(4096, 256)))
+    packed = [layer.qweight, layer.scales]
+    if not KERNEL.cannot_build():
+        packed.append(pack(torch.zeros(4096, 144, dtype=torch.uint8), Matrix("Q4_K", 4096, 256)))
+    for weight in packed:
+        assert "hg" in flags_at(weight.data_ptr()).split()
 
 
 def flags_at(address: int) -> str:

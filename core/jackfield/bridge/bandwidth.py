@@ -18,8 +18,8 @@ _SIDE = 2048  # of a product's matrices: enough to keep all of a device busy
 def measure_bandwidth(device: str) -> float:
     """Bytes a second of the fastest of several reads of one buffer, with all of torch's threads.
 
-    It is summed, from one end to the other, and multiplied as a matrix, several rows side by side,
-    which some processors read faster by a quarter. Takes about a second, and up to 1 GiB. Raises
+    The buffer is summed, from one end to the other, or multiplied as a matrix, several rows side by
+    side: some processors read it so a quarter faster. Takes about a second, and up to 1 GiB. Raises
     UsageError where not even 64 MiB are free.
     """
     free = free_bytes(device)

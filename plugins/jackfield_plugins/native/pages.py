@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 
 import torch
 
@@ -18,47 +19,59 @@ _LINE = 64
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
 
 _lock = threading.Lock()
-_chunk: mmap.mmap | None = None
+_newest: weakref.ref[mmap.mmap] | None = (
+    None  # the chunk that has room yet, while a tensor keeps it
+)
 _used = 0
 
 
 def zeros(num_bytes: int) -> torch.Tensor:
-    """So many zeros, uint8; in large pages where they are many and this system has such pages.
+    """So many zeros, uint8, on the CPU; in large pages where they are many and the system has such.
 
-    A chunk of memory lives as long as one of its tensors.
+    A chunk of memory, which several share, lives as long as one of them. None can be resized.
     """
-    if num_bytes < _LEAST or _ADVICE is None:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-    chunk, offset = _place(num_bytes)
-    if chunk is None:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-    return torch.frombuffer(chunk, dtype=torch.uint8, count=num_bytes, offset=offset)
+    made = _in_large_pages(num_bytes)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu") if made is None else made
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in such memory; of another device, and without values, the tensor itself."""
-    if tensor.device.type != "cpu" or tensor.nbytes < _LEAST:
+    """A copy in such memory; the tensor itself where it is small, on another device, or there is
+    no such memory.
+    """
+    if tensor.device.type != "cpu":
         return tensor
-    made = zeros(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-    return made.copy_(tensor)
+    made = _in_large_pages(tensor.nbytes)
+    return tensor if made is None else made.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _place(num_bytes: int) -> tuple[mmap.mmap | None, int]:
-    global _chunk, _used
+def _in_large_pages(num_bytes: int) -> torch.Tensor | None:
+    if num_bytes < _LEAST or _ADVICE is None:
+        return None
     if num_bytes > _CHUNK // 2:
-        return _mapped(num_bytes), 0
+        return _part(_mapped(num_bytes), 0, num_bytes)
+    global _newest, _used
     with _lock:
-        if _chunk is None or len(_chunk) - _used < num_bytes:
-            _chunk, _used = _mapped(_CHUNK), 0
-        offset = _used
-        _used += -(-num_bytes // _LINE) * _LINE
-        return _chunk, offset
+        chunk = None if _newest is None else _newest()
+        if chunk is None or _used + num_bytes > _CHUNK:
+            chunk, _used = _mapped(_CHUNK), 0
+            _newest = None if chunk is None else weakref.ref(chunk)
+        offset, _used = _used, _used + -(-num_bytes // _LINE) * _LINE
+    return _part(chunk, offset, num_bytes)
+
+
+def _part(chunk: mmap.mmap | None, offset: int, num_bytes: int) -> torch.Tensor | None:
+    """Counted from where a page begins: a chunk has one more than it needs."""
+    if chunk is None:
+        return None
+    address = torch.frombuffer(chunk, dtype=torch.uint8, count=1).data_ptr()
+    offset += -address % _LARGE
+    return torch.frombuffer(chunk, dtype=torch.uint8, count=num_bytes, offset=offset)
 
 
 def _mapped(num_bytes: int) -> mmap.mmap | None:
     assert _ADVICE is not None
     try:
-        whole = -(-num_bytes // _LARGE) * _LARGE
+        whole = (-(-num_bytes // _LARGE) + 1) * _LARGE
         chunk = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         chunk.madvise(_ADVICE)
     except (OSError, ValueError):  # no such room, or a system that is built without such pages

@@ -266,11 +266,11 @@ class RoundedRows {
         : units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK), call(call),
           input(input) {}
 
-    void multiply(int64_t unit, int64_t units, int64_t from, int64_t count) const {
+    void multiply(int64_t unit, int64_t some, int64_t from, int64_t count) const {
         const auto own = static_cast<const Own*>(this);
         in_tiles<blocks_of>(Sizes(), from, count,
                             [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
-                                side_by_side<beside(size)>(unit, units, [&](auto side, int64_t at) {
+                                side_by_side<beside(size)>(unit, some, [&](auto side, int64_t at) {
                                     own->template multiply_tile<size, blocks, side>(rows, at, block, row, first);
                                 });
                             });
@@ -290,11 +290,10 @@ class RoundedRows {
     int64_t side() const { return beside(call.rows); }
 
     void several(int64_t first, int64_t end) const {
-        for (int64_t units; first < end; first += units) {
-            const int64_t from = first % chunks * CHUNK;
-            units = std::min(end - first, side());
-            multiply(first / chunks, units, from, std::min(CHUNK, call.rows - from));
-        }
+        in_units(first, end, chunks, side(), [&](int64_t unit, int64_t some, int64_t chunk) {
+            const int64_t from = chunk * CHUNK;
+            multiply(unit, some, from, std::min(CHUNK, call.rows - from));
+        });
     }
 };
 

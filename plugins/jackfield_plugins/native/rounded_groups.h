@@ -36,8 +36,8 @@ inline int64_t sharing(const Call& call) { return std::min<int64_t>(call.group_s
 
 template <int bits, class Number>
 class RoundedLinear : public RoundedRows<RoundedLinear<bits, Number>, Call, Number> {
-    static constexpr int OF_EIGHT = bits == 4 ? 1 : 2;                          // words of eight inputs of an output
-    static constexpr int PLACE = ROUNDED / 8 * OF_EIGHT * UNIT * BYTES;  // bytes of a unit
+    static constexpr int OF_EIGHT = bits == 4 ? 1 : 2;                   // words of eight inputs of an output
+    static constexpr int PLACE = ROUNDED / 8 * OF_EIGHT * UNIT * BYTES;  // bytes of a place of a unit
     using Base = RoundedRows<RoundedLinear, Call, Number>;
     using Base::call, Base::input;
     const int64_t places, of_group, of_scale;  // pieces in all, of a group, with a scale of activations
@@ -105,8 +105,8 @@ class RoundedLinear : public RoundedRows<RoundedLinear<bits, Number>, Call, Numb
                         const Number* const none = nullptr;
                         const Words weights = of_turn<bits, turn>(own + part * WIDTH, none);
                         each<rows>([&](auto r) ALWAYS_INLINE {
-                            const Number* input = row[r][place].values + i + OF_LANE<Number> * turn;
-                            sums[(r * side + u) * parts + part].add(weights, input);
+                            const Number* numbers = row[r][place].values + i + OF_LANE<Number> * turn;
+                            sums[(r * side + u) * parts + part].add(weights, numbers);
                         });
                     });
                 });

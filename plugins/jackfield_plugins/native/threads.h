@@ -8,10 +8,10 @@
 
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned flags);
 
-// Has up to `threads` threads do work(0) to work(count - 1), or work(from, to), which is several of them. What a thread
-// takes follows one another, first many, then fewer, since neighbours lie side by side in memory: a thread that takes
-// one task at a time asks ahead for what another one reads (a quarter of the speed, with two threads). It takes
-// multiples of `side`.
+// Has up to `threads` threads do work(0) to work(count - 1); a work of two numbers does the tasks from one up to the
+// other. What a thread takes follows one another, first many, then fewer, since neighbours lie side by side in memory:
+// a thread that takes one task at a time asks ahead for what another one reads (a quarter of the speed, with two
+// threads). It takes multiples of `side`.
 template <class Work>
 class Tasks {
     const int64_t count, share, side;

@@ -262,17 +262,16 @@ class FewOrTiles : Base {
     using Base::side;
 
     void several(int64_t first, int64_t end) const {
-        for (int64_t units; first < end; first += units) {
-            units = std::min(end - first, side());
-            task(first / chunks, units, first % chunks * TILED_CHUNK);
-        }
+        in_units(first, end, chunks, side(), [&](int64_t unit, int64_t some, int64_t chunk) {
+            task(unit, some, chunk * TILED_CHUNK);
+        });
     }
 
    private:
-    void task(int64_t unit, int64_t units, int64_t from) const {
+    void task(int64_t unit, int64_t some, int64_t from) const {
         const Flushing flushing;
         const int64_t count = std::min(TILED_CHUNK, call.rows - from);
-        if (count <= few_of(call)) return Base::multiply(unit, units, from, count);
+        if (count <= few_of(call)) return Base::multiply(unit, some, from, count);
         multiply_in_tiles(Unit(call, unit), static_cast<const bfloat16*>(call.input), call.in_features, from, count,
                           [&](Vec<float> total, int64_t row, int block) {
                               Base::write(total, row, unit * OUTPUTS + block * LANES);

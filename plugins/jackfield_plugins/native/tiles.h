@@ -24,7 +24,8 @@ constexpr int beside(int64_t rows) { return rows <= 2 ? 4 : 1; }
 constexpr int beside(int64_t) { return 1; }
 #endif
 
-// Asks for `count` numbers of a stream of `side`, before their turn: weights, or scales that are a `part` of them.
+// Asks for `count` numbers of one of `side` streams, before their turn: weights, or scales that are a `part` of them.
+// Each of several streams is read the more slowly, so less far ahead.
 template <int side, int part = 1, class T>
 inline ALWAYS_INLINE void ask_ahead(const T* from, int64_t count) {
     const char* const own = reinterpret_cast<const char*>(from);
@@ -34,12 +35,22 @@ inline ALWAYS_INLINE void ask_ahead(const T* from, int64_t count) {
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(own + AHEAD / 3 / part + at, 0, 3);
 }
 
-// Calls what(side, unit) for `units` units from `unit` on: for `side` of them at once, or for one after the other.
+// Calls what(unit, some, chunk) for the tasks from `first` up to `end`, `chunks` of a unit: for `some` units at a time,
+// up to `side`. More than one are for few rows, which are one chunk.
+template <class What>
+inline void in_units(int64_t first, int64_t end, int64_t chunks, int64_t side, What what) {
+    for (int64_t some; first < end; first += some) {
+        some = chunks == 1 ? std::min(end - first, side) : 1;
+        what(first / chunks, some, first % chunks);
+    }
+}
+
+// Calls what(side, unit) for `some` units from `unit` on: for `side` of them at once, or for one after the other.
 template <int side, class What>
-inline ALWAYS_INLINE void side_by_side(int64_t unit, int64_t units, What what) {
+inline ALWAYS_INLINE void side_by_side(int64_t unit, int64_t some, What what) {
     if constexpr (side > 1)
-        if (units == side) return what(std::integral_constant<int, side>(), unit);
-    for (; units; unit++, units--) what(std::integral_constant<int, 1>(), unit);
+        if (some == side) return what(std::integral_constant<int, side>(), unit);
+    for (; some; unit++, some--) what(std::integral_constant<int, 1>(), unit);
 }
 
 // How many rows are worked on together, and how many blocks; their sums have to fit into the registers.

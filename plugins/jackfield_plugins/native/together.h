@@ -6,7 +6,7 @@
 
 constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
 
-// How tasks of a work are done: `task(n)` does one, or `several(from, to)` some, `side()` of them side by side.
+// How tasks of a work are done: `task(n)` does one, or `several(from, to)` some, up to `side()` of them side by side.
 template <class Work, class = void>
 struct Doing {
     static int64_t side(const Work&) { return 1; }
@@ -38,7 +38,13 @@ inline void together(const Call* const* calls, int64_t count) {
             from = std::max<int64_t>(from - own, 0), to -= own;
         }
     };
-    Tasks(tasks, std::min(calls[0]->threads, products / WORTH + 1), some, side);
+    const int64_t threads = std::min(calls[0]->threads, products / WORTH + 1);
+    // What the slowest thread would do, `at_once` tasks at a time: where that is much more, some have nothing to do.
+    const auto slowest = [&](int64_t at_once) {
+        const int64_t shares = (tasks + at_once - 1) / at_once, before = (shares - 1) / threads * threads;
+        return before / threads * at_once + std::min(at_once, tasks - before * at_once);
+    };
+    Tasks(tasks, threads, some, 4 * slowest(side) > 5 * slowest(1) ? 1 : side);
 }
 
 // What is made of inputs, `made` of a call: calls with one input, as `same_input` says, share it. Each is `size(call)`

@@ -239,21 +239,22 @@ class Linear {
 
     int64_t tasks() const { return units * chunks; }
 
-    int64_t side() const { return beside(call.rows); }
+    int64_t side() const { return call.rows <= ONE_TILE ? beside(call.rows) : 1; }
 
     void several(int64_t first, int64_t end) const {
-        for (int64_t units; first < end; first += units) {
-            const int64_t from = first % chunks * CHUNK, rows = std::min(CHUNK, call.rows - from);
-            units = std::min(end - first, side());
-            task(first / chunks, units, from, rows);
-        }
+        in_units(first, end, chunks, side(), [&](int64_t unit, int64_t some, int64_t chunk) {
+            const int64_t from = chunk * CHUNK, count = std::min(CHUNK, call.rows - from);
+            if constexpr (std::is_same_v<T, float>)
+                if (call.rows > FEW) return Many<type>(call).multiply(unit, from, count);
+            multiply(unit, some, from, count);
+        });
     }
 
    protected:
-    void multiply(int64_t unit, int64_t units, int64_t from, int64_t count) const {
+    void multiply(int64_t unit, int64_t some, int64_t from, int64_t count) const {
         in_tiles<blocks_for>(Sizes(), from, count,
                              [&](auto size, auto blocks, int64_t rows, int block, int64_t row, bool first) {
-                                 side_by_side<beside(size)>(unit, units, [&](auto side, int64_t at) {
+                                 side_by_side<beside(size)>(unit, some, [&](auto side, int64_t at) {
                                      multiply<size, blocks, side>(rows, at, block, row, first);
                                  });
                              });
@@ -266,12 +267,7 @@ class Linear {
 
    private:
     static constexpr int FEW = 8;  // rows of float32, up to which weights are not unpacked for all at once
-
-    void task(int64_t unit, int64_t units, int64_t from, int64_t count) const {
-        if constexpr (std::is_same_v<T, float>)
-            if (call.rows > FEW) return Many<type>(call).multiply(unit, from, count);
-        multiply(unit, units, from, count);
-    }
+    static constexpr int ONE_TILE = std::is_same_v<T, float> ? 1 : 2;  // so many rows read no weight again
 
     // Rows of a tile.
     using Floats = std::conditional_t<PAIRS, std::integer_sequence<int, 1, 4, 8>, std::integer_sequence<int, 1, 4>>;
@@ -464,7 +460,11 @@ struct Product {
         as([&](auto linear) { count = linear.tasks(); });
         return count;
     }
-    int64_t side() const { return beside(call.rows); }
+    int64_t side() const {
+        int64_t side = 1;
+        as([&](auto linear) { side = linear.side(); });
+        return side;
+    }
     void several(int64_t from, int64_t to) const {
         as([=](auto linear) { linear.several(from, to); });
     }

@@ -105,7 +105,7 @@ class Unit {
 
 #endif
 
-// sums += the products of one group: of each row with each part of a block of `side` units, of so many bytes each.
+// sums += the products of one group: of each row with each part of a block of `side` units, of `of_unit` bytes each.
 // `ask`: for weights before their turn.
 template <int bits, int rows, int parts, int side, class T, class Sum>
 inline ALWAYS_INLINE void add_group(const uint8_t* weight, int64_t of_unit, const T* input, int64_t stride,
@@ -150,18 +150,17 @@ class Linear {
     int64_t side() const { return beside(call.rows); }
 
     void several(int64_t first, int64_t end) const {
-        for (int64_t units; first < end; first += units) {
-            const int64_t from = first % chunks * CHUNK;
-            units = std::min(end - first, side());
-            multiply(first / chunks, units, from, std::min(CHUNK, call.rows - from));
-        }
+        in_units(first, end, chunks, side(), [&](int64_t unit, int64_t some, int64_t chunk) {
+            const int64_t from = chunk * CHUNK;
+            multiply(unit, some, from, std::min(CHUNK, call.rows - from));
+        });
     }
 
    protected:
-    void multiply(int64_t unit, int64_t units, int64_t from, int64_t count) const {
+    void multiply(int64_t unit, int64_t some, int64_t from, int64_t count) const {
         in_tiles<blocks_for>(Sizes(), from, count,
                              [&](auto size, auto blocks, int64_t, int block, int64_t row, bool first) {
-                                 side_by_side<beside(size)>(unit, units, [&](auto side, int64_t at) {
+                                 side_by_side<beside(size)>(unit, some, [&](auto side, int64_t at) {
                                      multiply<size, blocks, side>(at, block, row, first);
                                  });
                              });
