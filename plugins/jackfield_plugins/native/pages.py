@@ -19,16 +19,15 @@ _LINE = 64
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
 
 _lock = threading.Lock()
-_newest: weakref.ref[mmap.mmap] | None = (
-    None  # the chunk that has room yet, while a tensor keeps it
-)
+#: The chunk that has room yet, while a tensor keeps it.
+_newest: weakref.ref[mmap.mmap] | None = None
 _used = 0
 
 
 def zeros(num_bytes: int) -> torch.Tensor:
     """So many zeros, uint8, on the CPU; in large pages where they are many and the system has such.
 
-    A chunk of memory, which several share, lives as long as one of them. None can be resized.
+    A chunk of memory lives as long as a tensor that has a part of it; none of these can be resized.
     """
     made = _in_large_pages(num_bytes)
     return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu") if made is None else made
