@@ -155,6 +155,7 @@ FAULTS: dict[Callable[[Model], None], str] = {
     too_few_rows: "[8, 31] on cpu, where torch.float32 [8, 32] on cpu is due",
     transposed: "its products are not those of the weights in the file",
     of_other_sign: "its products are not those of the weights in the file",
+    not_finite: "it has a number that is not finite, and the file has none",
     ten_times: "its products are not those of the weights in the file",
     on_meta: "its tensors are on meta",
     in_double: "it returns torch.float64",
@@ -209,9 +210,12 @@ def test_each_fault_names_the_layer_and_whose_it_is(
     assert any(name in said for name in ("self_attn", "embed_tokens", "norm", "lm_head"))
 
 
-def test_scales_that_are_not_finite(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"{LAYER} in .*not a number"):
-        checked(folder, not_finite)
+def test_a_file_whose_numbers_are_not_finite(folder: Path, tmp_path: Path) -> None:
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    layer(model).weight.data[3, 5] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{LAYER} in .*not a number; fetch the model again"):
+        checked(tmp_path, no_fault)
 
 
 @pytest.mark.parametrize("name", ["bnb-8bit", "bnb-4bit", "torchao", "int4-cpu"])

@@ -128,6 +128,12 @@ def _is_kept(model: PreTrainedModel, path: str) -> bool:
     return any(name in path.split(".") for name in names)
 
 
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.numel() or tensor.dtype.itemsize < 2:  # there is no order of float8
+        return True
+    return all(bool(end.isfinite()) for end in tensor.detach().aminmax())
+
+
 class _Reader(ExitStack):
     """Looks at layers one by one, with the files open."""
 
@@ -158,8 +164,10 @@ class _Reader(ExitStack):
         if weight is None or weight.linear is None or device is None:
             return
         for tensor in tensors_of(module, self.quantizer):
-            if tensor.is_floating_point():
-                self._check_finite(path, tensor)
+            if tensor.is_floating_point() and not _is_finite(tensor):
+                if self._is_finite_in_file(weight):
+                    self.fail(path, "it has a number that is not finite, and the file has none")
+                raise self._not_finite(path)
         rows, columns = weight.linear
         probes = torch.randn(PROBES, columns, generator=torch.Generator().manual_seed(columns))
         given = torch.cat([probes, -probes]).to(device, self._dtype)
@@ -270,7 +278,8 @@ class _Reader(ExitStack):
             if not self.needs.offloaded:
                 self.fail(weight.name, "it has no numbers (it is on meta)")
             return
-        self._check_finite(weight.name, found)
+        if not _is_finite(found):
+            raise self._not_finite(weight.name)
         if found.dtype is not getattr(torch, weight.dtype or self.needs.dtype):
             self._other.append(weight.name)
         stored = self.tensors.get(weight.name)
@@ -304,12 +313,15 @@ class _Reader(ExitStack):
         files = (t.file for key, t in self.tensors.items() if key.startswith(name))
         return f" in {found}" if (found := next(files, None)) else ""
 
-    def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
-        if not tensor.numel() or tensor.dtype.itemsize < 2:  # there is no order of float8
-            return
-        if all(bool(end.isfinite()) for end in tensor.detach().aminmax()):
-            return
-        raise CheckpointError(
+    def _not_finite(self, name: str) -> CheckpointError:
+        return CheckpointError(
             f"{name}{self._where(name)} holds a number that is infinite or not a "
             "number; fetch the model again"
         )
+
+    def _is_finite_in_file(self, weight: Weight) -> bool:
+        """Whether it is there as a whole matrix, and all of it finite."""
+        found = self.tensors.get(weight.name)
+        if self._gguf is not None or found is None or found.dtype not in _FLOATS:
+            return False
+        return _is_finite(self._file(found.file).get_tensor(weight.name))
