@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import typer
 import jackfield
 from jackfield import cli
 from jackfield.api import LoadArguments, PlanArguments
+from jackfield.cli import server_flags
 from jackfield.cli.answers import instead_of_flag
 from jackfield.cli.app import app
 from jackfield.cli.flag_words import WORDS
@@ -392,3 +394,12 @@ def test_advice_of_an_engine_can_be_typed(capsys: pytest.CaptureFixture[str]) ->
 )
 def test_biases_are_answered_with_their_own_numbers(biases: Any, written: str) -> None:
     assert of_request("logit_bias", biases) == f"write {written}"
+
+
+def test_the_page_has_every_word_and_answer() -> None:
+    page = (Path(__file__).parents[2] / "docs/coming-from-other-engines.md").read_text()
+    parts = page.split("\n## ")[1:]
+    for table, part in zip((server_flags.FLAGS, LOADING, REQUESTS), parts, strict=True):
+        rows = re.findall(r"^\| (`.*`) \| (.*) \|$", part, re.M)
+        found = {name: said for names, said in rows for name in re.findall(r"`(.+?)`", names)}
+        assert found == table
