@@ -91,7 +91,8 @@ _ANSWERS: dict[str, str] = {
     "no-enable-prefix-caching disable-radix-cache no-cache-prompt",
     "drop it: beginnings of prompts are found where the cache can": "enable-prefix-caching",
     "write --cache 'paged?swap=yes'": "swap-space",
-    "write --max-memory 0=10GB,cpu=40GB": "cpu-offload-gb gpu-layers n-gpu-layers tensor-split "
+    "a GPU takes the whole model by itself; to part it, write --max-memory 0=10GB,cpu=40GB": ""
+    "cpu-offload-gb gpu-layers n-gpu-layers tensor-split "
     "main-gpu split-mode",
     "write --attention NAME": "attention-backend flash-attn",
     "write --quantization NAME": "quantize",

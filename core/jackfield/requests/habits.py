@@ -299,11 +299,18 @@ FLAG_OF: Mapping[str, str] = {
     "tp_size": "--tp",
 }
 
-#: Commands of transformers that have another name here.
+_FETCH = "`hf download MODEL` fetches a model; one that is named is fetched anyway"
+_NO_LIST = "models are named by where they are, and there is no list; `hf cache ls` has the hub's"
+#: Commands of transformers and Ollama that have another name here.
 COMMANDS: Mapping[str, str] = {
     "add-new-model-like": "a model is added to transformers itself",
-    "download": "`hf download MODEL` fetches a model",
+    "download": _FETCH,
     "env": "`jackfield doctor` says what is installed here",
-    "run": "`jackfield generate PROMPT` makes text",
+    "list": _NO_LIST,
+    "ls": _NO_LIST,
+    "ps": "GET /v1/report of a server says what runs",
+    "pull": _FETCH,
+    "run": "`jackfield generate PROMPT` makes text, and `jackfield chat MODEL` talks",
+    "show": "`jackfield explain -m MODEL` says what would run it",
     "version": "`jackfield --version` says it",
 }

@@ -44,7 +44,8 @@ _NUMBER = re.compile(
     r"write (?:\w+=|\w+='\w+\?(?:memory|num_tokens|page_size|num_assistant_tokens)=)(\d[\d.]*)"
 )
 _PLAIN = re.compile(
-    r"write (?:stop|eos_token_id|regex|choices|json_schema)=('[^']*'|\[[^\]]*\]|\{[^}]*\})$"
+    r"(?:[^;]*; )?write (?:stop|eos_token_id|regex|choices|json_schema)="
+    r"('[^']*'|\[[^\]]*\]|\{[^}]*\})$"
 )
 #: Numbers that count something else there.
 _OTHER_UNITS = frozenset({"num_gpu_blocks_override", "gpu_layers", "num_gpu"})

@@ -35,8 +35,9 @@ _LOADING: Mapping[str, str] = {
     "write cache_implementation='paged?swap=yes'": "swap_space",
     "write cache_implementation='quantized?nbits=4'": "kv_cache_dtype type_k type_v cache_type_k "
     "cache_type_v quant_policy",
-    "write max_memory={'cpu': '40GB'}, with a size for each device": "cpu_offload_gb n_gpu_layers "
-    "gpu_layers num_gpu_layers num_gpu tensor_split main_gpu split_mode offload_kqv",
+    "a GPU takes the whole model by itself; to part it, write max_memory={0: '10GB', 'cpu': '40GB'}"
+    "": "cpu_offload_gb n_gpu_layers gpu_layers num_gpu_layers num_gpu tensor_split main_gpu "
+    "split_mode offload_kqv",
     "write attn_implementation='sdpa', or another name": "attention_backend flash_attn "
     "use_flash_attention use_flash_attn",
     "write quantization='int8-cpu', or another name": "quantize quant quant_method",
@@ -81,7 +82,8 @@ _REQUESTS: Mapping[str, str] = {
     "write min_new_tokens=5": "min_tokens",
     "write num_return_sequences=2 and temperature=1.0": "n best_of n_cmpl",
     "write eos_token_id=[] to go on": "ignore_eos",
-    "write eos_token_id=[0]": "stop_token_ids stop_ids",
+    "they replace the model's own here, so add that; write eos_token_id=[0]": "stop_token_ids "
+    "stop_ids",
     "write stop=['.']": "stop_sequences stop_words stopping_strings",
     "write json_schema={'type': 'object'}": "guided_json response_format structured_outputs "
     "guided_decoding response_schema format json_object",

@@ -11,8 +11,9 @@ from jackfield.requests import neutral
 #: the engine's setting -> what others call the field that asks for it
 _SAME = {
     "max_new_tokens": "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict "
-    "max_length",
-    "json_schema": "guided_json json_schema response_format structured_outputs guided_decoding",
+    "num_predict max_length",
+    "json_schema": "guided_json json_schema response_format structured_outputs guided_decoding "
+    "format",
     "regex": "guided_regex",
     "choices": "guided_choice",
     "grammar": "guided_grammar ebnf",
@@ -48,12 +49,13 @@ _ANSWERS = {
     "fields stand in the body itself": "parameters generation_config sampling_params extra_body "
     "options",
     "the model's own chat template is used": "chat_template",
-    "write chat_template_kwargs={'enable_thinking': …}": "enable_thinking thinking",
+    "write chat_template_kwargs={'enable_thinking': …}": "enable_thinking thinking think",
     "write temperature=0 for the likeliest text, or more": "do_sample greedy temp",
     "write decoding='beam', where the server offers it": "use_beam_search num_beams beam_width",
     "write decoding, with the name of one that drafts so, where the server offers it": ""
     "assistant_early_exit num_assistant_tokens prompt_lookup_num_tokens use_mtp",
-    "write adapter, with the name of one of --adapters": "adapter_id lora_path lora_name lora",
+    "write adapter, with the name of one of --adapters": "adapter_id lora_path lora_name lora "
+    "lora_request",
     "send it as the header X-Request-ID": "request_id rid",
     "the server has a deadline": "t_max_predict_ms timeout max_time",
     "prompts are always kept for the next, within one key; cache_salt parts them": "cache_prompt",
