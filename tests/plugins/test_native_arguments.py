@@ -32,6 +32,7 @@ READERS = {
     "plugins/jackfield_plugins/compiler/native/calls.py": "hands over memory of its own",
     "plugins/jackfield_plugins/compiler/holding.py": "compares addresses",
     "plugins/jackfield_plugins/compiler/native/memory.py": "aligns memory of its own",
+    "plugins/jackfield_plugins/native/pages.py": "aligns memory of its own",
     "plugins/jackfield_plugins/compiler/native/linears.py": "of tensors held to their graph",
     "plugins/jackfield_plugins/compiler/native/operators.py": "of tensors held to their graph",
     "plugins/jackfield_plugins/compiler/native/selecting.py": "of tensors held to their graph",
