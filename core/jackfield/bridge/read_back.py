@@ -320,8 +320,8 @@ class _Reader(ExitStack):
         )
 
     def _is_finite_in_file(self, weight: Weight) -> bool:
-        """Whether it is there as a whole matrix, and all of it finite."""
+        """Whether it is there as a whole matrix, and all of it finite in the model's dtype."""
         found = self.tensors.get(weight.name)
         if self._gguf is not None or found is None or found.dtype not in _FLOATS:
             return False
-        return _is_finite(self._file(found.file).get_tensor(weight.name))
+        return _is_finite(self._file(found.file).get_tensor(weight.name).to(self._dtype))

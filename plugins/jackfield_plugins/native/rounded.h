@@ -256,15 +256,11 @@ struct RoundedCall : Call {
 // block, from, first)` multiplies a tile (tiles.h) with `side` units.
 template <class Own, class Call, class Number>
 class RoundedRows {
-    const int64_t units, chunks;
-
    protected:
     const Call& call;
     const Rounded<Number>* const input;
 
-    RoundedRows(const Call& call, const Rounded<Number>* input)
-        : units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK), call(call),
-          input(input) {}
+    RoundedRows(const Call& call, const Rounded<Number>* input) : call(call), input(input) {}
 
     void multiply(int64_t unit, int64_t some, int64_t from, int64_t count) const {
         const auto own = static_cast<const Own*>(this);
@@ -285,15 +281,12 @@ class RoundedRows {
     }
 
    public:
-    int64_t tasks() const { return units * chunks; }
+    int64_t tasks() const { return tasks_of(call.out_features, call.rows, CHUNK); }
 
     int64_t side() const { return beside(call.rows); }
 
     void several(int64_t first, int64_t end) const {
-        in_units(first, end, chunks, side(), [&](int64_t unit, int64_t some, int64_t chunk) {
-            const int64_t from = chunk * CHUNK;
-            multiply(unit, some, from, std::min(CHUNK, call.rows - from));
-        });
+        in_units(call.rows, CHUNK, first, end, side(), [&](auto... task) { multiply(task...); });
     }
 };
 

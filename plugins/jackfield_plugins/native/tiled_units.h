@@ -250,27 +250,21 @@ class TileInputs {
 template <class Base, auto few, class Unit, class Call>
 class FewOrTiles : Base {
     const Call& call;
-    const int64_t units, chunks;
 
    public:
-    explicit FewOrTiles(const Call& call)
-        : Base(call, call.*few), call(call), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
-          chunks((call.rows + TILED_CHUNK - 1) / TILED_CHUNK) {}
+    explicit FewOrTiles(const Call& call) : Base(call, call.*few), call(call) {}
 
-    int64_t tasks() const { return units * chunks; }
+    int64_t tasks() const { return tasks_of(call.out_features, call.rows, TILED_CHUNK); }
 
     using Base::side;
 
     void several(int64_t first, int64_t end) const {
-        in_units(first, end, chunks, side(), [&](int64_t unit, int64_t some, int64_t chunk) {
-            task(unit, some, chunk * TILED_CHUNK);
-        });
+        in_units(call.rows, TILED_CHUNK, first, end, side(), [&](auto... task) { multiply(task...); });
     }
 
    private:
-    void task(int64_t unit, int64_t some, int64_t from) const {
+    void multiply(int64_t unit, int64_t some, int64_t from, int64_t count) const {
         const Flushing flushing;
-        const int64_t count = std::min(TILED_CHUNK, call.rows - from);
         if (count <= few_of(call)) return Base::multiply(unit, some, from, count);
         multiply_in_tiles(Unit(call, unit), static_cast<const bfloat16*>(call.input), call.in_features, from, count,
                           [&](Vec<float> total, int64_t row, int block) {

@@ -35,13 +35,21 @@ inline ALWAYS_INLINE void ask_ahead(const T* from, int64_t count) {
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(own + AHEAD / 3 / part + at, 0, 3);
 }
 
-// Calls what(unit, some, chunk) for the tasks from `first` up to `end`, `chunks` of a unit: for `some` units at a time,
-// up to `side`. More than one are for few rows, which are one chunk.
+// The tasks of a product: of each unit of outputs as many as there are chunks of rows.
+inline int64_t chunks_of(int64_t rows, int64_t chunk) { return (rows + chunk - 1) / chunk; }
+inline int64_t tasks_of(int64_t out_features, int64_t rows, int64_t chunk) {
+    return (out_features + OUTPUTS - 1) / OUTPUTS * chunks_of(rows, chunk);
+}
+
+// Calls what(unit, some, from, count) for those from `first` up to `end`: `some` units at a time, up to `side`, and
+// `count` rows from row `from` on. More than one unit are for few rows, which are one chunk.
 template <class What>
-inline void in_units(int64_t first, int64_t end, int64_t chunks, int64_t side, What what) {
+inline void in_units(int64_t rows, int64_t chunk, int64_t first, int64_t end, int64_t side, What what) {
+    const int64_t chunks = chunks_of(rows, chunk);
     for (int64_t some; first < end; first += some) {
         some = chunks == 1 ? std::min(end - first, side) : 1;
-        what(first / chunks, some, first % chunks);
+        const int64_t from = first % chunks * chunk;
+        what(first / chunks, some, from, std::min(chunk, rows - from));
     }
 }
 

@@ -229,21 +229,19 @@ class Linear {
     static constexpr bool AS_TILES = !std::is_same_v<Sum, Vec<float>>;  // of 8 bits
     const Summed& call;
     const Input* const input;
-    const int64_t units, chunks, records;
+    const int64_t records;
 
    public:
     explicit Linear(const Summed& call) : Linear(call, static_cast<const T*>(call.input)) {}
     Linear(const Summed& call, const Input* input)
-        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
-          chunks((call.rows + CHUNK - 1) / CHUNK), records(call.in_features / F::inputs) {}
+        : call(call), input(input), records(call.in_features / F::inputs) {}
 
-    int64_t tasks() const { return units * chunks; }
+    int64_t tasks() const { return tasks_of(call.out_features, call.rows, CHUNK); }
 
     int64_t side() const { return call.rows <= ONE_TILE ? beside(call.rows) : 1; }
 
     void several(int64_t first, int64_t end) const {
-        in_units(first, end, chunks, side(), [&](int64_t unit, int64_t some, int64_t chunk) {
-            const int64_t from = chunk * CHUNK, count = std::min(CHUNK, call.rows - from);
+        in_units(call.rows, CHUNK, first, end, side(), [&](int64_t unit, int64_t some, int64_t from, int64_t count) {
             if constexpr (std::is_same_v<T, float>)
                 if (call.rows > FEW) return Many<type>(call).multiply(unit, from, count);
             multiply(unit, some, from, count);

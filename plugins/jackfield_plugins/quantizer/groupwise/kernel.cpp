@@ -136,24 +136,20 @@ template <int bits, class T, class Sum = Vec<float>, class Input = T>
 class Linear {
     const Call& call;
     const Input* const input;
-    const int64_t units, chunks, steps, groups;  // steps are those of a group
+    const int64_t steps, groups;  // steps are those of a group
 
    public:
     explicit Linear(const Call& call) : Linear(call, static_cast<const T*>(call.input)) {}
     Linear(const Call& call, const Input* input)
-        : call(call), input(input), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
-          chunks((call.rows + CHUNK - 1) / CHUNK), steps(call.group_size / inputs_of(bits)),
+        : call(call), input(input), steps(call.group_size / inputs_of(bits)),
           groups(call.in_features / call.group_size) {}
 
-    int64_t tasks() const { return units * chunks; }
+    int64_t tasks() const { return tasks_of(call.out_features, call.rows, CHUNK); }
 
     int64_t side() const { return beside(call.rows); }
 
     void several(int64_t first, int64_t end) const {
-        in_units(first, end, chunks, side(), [&](int64_t unit, int64_t some, int64_t chunk) {
-            const int64_t from = chunk * CHUNK;
-            multiply(unit, some, from, std::min(CHUNK, call.rows - from));
-        });
+        in_units(call.rows, CHUNK, first, end, side(), [&](auto... task) { multiply(task...); });
     }
 
    protected:
