@@ -139,15 +139,15 @@ inline ALWAYS_INLINE void each(What what) {
     each(std::make_integer_sequence<int, count>(), what);
 }
 
-// Lane i of the result is lane i ^ flip of y where i has the bit `step`, of x where it has not.
-template <int step, int flip, class V, int... lane>
+// Lane i of the result is lane i ^ of_y of y where i has the bit `step`, lane i ^ of_x of x where it has not.
+template <int step, int of_x, int of_y, class V, int... lane>
 inline V pick(V x, V y, std::integer_sequence<int, lane...>) {
     constexpr int lanes = sizeof...(lane);
 #if defined(__clang__)
-    return __builtin_shufflevector(x, y, ((lane ^ flip) + (lane & step ? lanes : 0))...);
+    return __builtin_shufflevector(x, y, (lane & step ? (lane ^ of_y) + lanes : lane ^ of_x)...);
 #else
     typedef decltype(x < y) Index;
-    return __builtin_shuffle(x, y, Index{((lane ^ flip) + (lane & step ? lanes : 0))...});
+    return __builtin_shuffle(x, y, Index{(lane & step ? (lane ^ of_y) + lanes : lane ^ of_x)...});
 #endif
 }
 
@@ -158,7 +158,7 @@ inline ALWAYS_INLINE V across(V v, Both both) {
     if constexpr (step == lanes) {
         return v;
     } else {
-        return across<2 * step>(both(v, pick<step, step>(v, v, std::make_integer_sequence<int, lanes>())), both);
+        return across<2 * step>(both(v, pick<step, step, step>(v, v, std::make_integer_sequence<int, lanes>())), both);
     }
 }
 
@@ -173,6 +173,20 @@ inline V in_order(V v, std::integer_sequence<int, lane...>) {
 #endif
 }
 
+// Lane i of vector j becomes lane j of vector i.
+template <int step = 1, class V, int lanes>
+inline ALWAYS_INLINE void turn(V (&v)[lanes]) {
+    if constexpr (step < lanes) {
+        constexpr auto all = std::make_integer_sequence<int, lanes>();
+        each<lanes / 2>([&](auto n) ALWAYS_INLINE {
+            constexpr int i = n / step * 2 * step + n % step;
+            const V x = v[i], y = v[i + step];
+            v[i] = pick<step, 0, step>(x, y, all), v[i + step] = pick<step, step, 0>(x, y, all);
+        });
+        turn<2 * step>(v);
+    }
+}
+
 // Lane i of the result is the sum of all lanes of v[i]: in each round, pairs become one. Only the rounds from
 // `step` to before `end`: a second call with `step = end` does the rest, on the results for `end` vectors each.
 template <class T, int step = 1, int end = Vector<T>::lanes>
@@ -183,7 +197,7 @@ inline ALWAYS_INLINE Vec<T> sums(Vec<T>* v) {
         constexpr auto all = std::make_integer_sequence<int, Vector<T>::lanes>();
         each<end / step / 2>([&](auto i) ALWAYS_INLINE {
             Vec<T> x = v[2 * i], y = v[2 * i + 1];
-            v[i] = pick<step, 0>(x, y, all) + pick<step, step>(x, y, all);
+            v[i] = pick<step, 0, 0>(x, y, all) + pick<step, step, step>(x, y, all);
         });
         return sums<T, 2 * step, end>(v);
     }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "vectors.h"
+#include "amx.h"
 
 // `count` numbers, then zeros up to `room`.
 template <class T, class C>
@@ -53,13 +53,17 @@ struct Single {
     using C = typename Wide<T>::type;
     using Step = C;
     static constexpr int width = 1;  // neighbours that a step has: numbers of a key, values of keys
+    static constexpr int piece = 1;  // keys whose values are weighed at once
+    static constexpr int tall = 8;   // numbers that are: with some vectors of lanes their sums fit into the registers
+    static constexpr bool tiles = false;
     static constexpr bool whole = std::is_same<T, C>::value;  // values are steps as they lie
     static bool lies(int64_t) { return whole; }               // keys of this size are, too
+    static int64_t steps(int64_t size) { return size; }       // of a key
 
     static ALWAYS_INLINE Vec<C> add(Vec<C> sum, const Step* lanes, const Step* one) {
         return fused(load(lanes), everywhere(*one), sum);
     }
-    static void key(const T* from, int64_t size, Step* to) { widen(from, size, to, size); }
+    static void key(const T* from, int64_t size, Step* to, int64_t) { widen(from, size, to, size); }
     static void value(const T* const* from, int64_t size, Step* to, int64_t room) {
         widen(*from, size, to, room);
     }
@@ -72,16 +76,17 @@ struct Single {
 struct Neighbours {
     using C = float;
     using Step = uint32_t;
-    static constexpr int width = 2;
-    static constexpr bool whole = false;
+    static constexpr int width = 2, piece = 2, tall = 8;
+    static constexpr bool tiles = false, whole = false;
     static bool lies(int64_t size) { return size % 2 == 0; }
+    static int64_t steps(int64_t size) { return (size + 1) / 2; }
 
     static ALWAYS_INLINE Vec<C> add(Vec<C> sum, const Step* lanes, const Step* one) {
         __m512i both = _mm512_set1_epi32(read<int32_t>(one));
         return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(lanes), (__m512bh)both);
     }
-    static void key(const bfloat16* from, int64_t size, Step* to) {
-        to[(size - 1) / 2] = 0;
+    static void key(const bfloat16* from, int64_t size, Step* to, int64_t steps) {
+        std::fill(to + size / 2, to + steps, 0);
         std::memcpy(to, from, size * sizeof *from);
     }
     // Of two keys; one of them may be none.
@@ -93,6 +98,34 @@ struct Neighbours {
     static ALWAYS_INLINE void weights(const Vec<C>* from, Step* to) {
         auto half = [](Vec<C> v) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)); };
         _mm512_storeu_si512(to, _mm512_or_si512(half(from[0]), _mm512_slli_epi32(half(from[1]), 16)));
+    }
+};
+
+#endif
+
+#if defined(WITH_TILES)
+
+// The same in tiles (amx.h): 16 keys, or numbers of values, by 16 lanes, and 32 of what they share.
+struct InTiles : Neighbours {
+    static constexpr int piece = 2 * TILE_ROWS, tall = TILE_ROWS;
+    static constexpr bool tiles = true;
+    static bool lies(int64_t) { return false; }
+    static int64_t steps(int64_t size) { return (size + piece - 1) / piece * TILE_ROWS; }
+
+    // The values of a piece, some of which may be none: of each number those of two keys a step, numbers `apart`.
+    static void values(const bfloat16* const* from, int64_t size, Step* to, int64_t apart) {
+        for (int64_t d = 0; d < size; d += TILE_ROWS) {
+            const auto mask = __mmask16((1u << std::min<int64_t>(TILE_ROWS, size - d)) - 1);
+            const auto some = [&](int k) ALWAYS_INLINE {
+                return _mm512_cvtepu16_epi32(from[k] ? _mm256_maskz_loadu_epi16(mask, from[k] + d) : __m256i{});
+            };
+            Words pair[TILE_ROWS];
+            each<TILE_ROWS>([&](auto i) ALWAYS_INLINE {
+                pair[i] = as<Words>(_mm512_or_si512(some(2 * i), _mm512_slli_epi32(some(2 * i + 1), 16)));
+            });
+            turn(pair);
+            each<TILE_ROWS>([&](auto i) ALWAYS_INLINE { std::memcpy(to + (d + i) * apart, &pair[i], sizeof pair[i]); });
+        }
     }
 };
 

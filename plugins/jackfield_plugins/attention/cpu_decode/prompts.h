@@ -25,10 +25,11 @@ constexpr int64_t KEYS = 128;              // of a block
 constexpr int64_t LANES_OF_A_TASK = 192;   // queries times heads: keys are read once for all
 constexpr int64_t PAYS = 1 << 17;          // multiplications that pay for waking a further thread
 #if defined(__AVX512F__)
-constexpr int TALL = 8, BROAD = 3;  // numbers times vectors of a tile: their sums fit into the registers
+constexpr int BROAD = 3;  // vectors of lanes that are taken together
 #else
-constexpr int TALL = 8, BROAD = 1;
+constexpr int BROAD = 1;
 #endif
+constexpr int TALL = 8;  // keys that are
 
 // What Python packs, field by field. Strides are in elements; those within heads are 1.
 struct PromptsCall {
@@ -45,16 +46,15 @@ struct PromptsCall {
     int64_t sequences, tokens, columns, pages, few;
 };
 
-template <class T>
+template <class T, class A>
 class Prompts {
-    using A = typename Computed<T>::type;
     using C = typename A::C;
     using Step = typename A::Step;
     static constexpr int lanes = Vector<C>::lanes, width = A::width;
 
     const PromptsCall& call;
     const int64_t group, block;          // heads that share keys; tokens of a task
-    const int64_t steps, values, vectors;  // of a key; of a value, filled up; of a task's lanes
+    const int64_t steps, values, vectors;  // of a key, and of a value, filled up; of a task's lanes
     const bool keys_lie, values_lie;
     int64_t tasks = 0, products = 0;
     int64_t* before;  // tasks before those of each sequence
@@ -63,8 +63,8 @@ class Prompts {
     // What one thread works on.
     struct Desk {
         const Step *keys[KEYS + TALL], *values[KEYS];
-        Step *queries, *weights, *key_rows, *value_rows, *line;
-        C *scores, *out, *most, *total, *at, *behind, *column;
+        Step *queries, *weights, *key_rows, *value_rows, *lines;
+        C *scores, *out, *most, *total, *at, *behind;
         const T *next_keys[KEYS], *next_values[KEYS];  // of the block after this one
         int64_t coming;                                // how many of them there are
     };
@@ -78,8 +78,7 @@ class Prompts {
     explicit Prompts(const PromptsCall& call)
         : call(call), group(call.heads / call.kv_heads),
           block(std::max<int64_t>(1, LANES_OF_A_TASK / group)),
-          steps((call.key_size + width - 1) / width),
-          values((call.value_size + TALL - 1) / TALL * TALL),
+          steps(A::steps(call.key_size)), values((call.value_size + A::tall - 1) / A::tall * A::tall),
           vectors((block * group + lanes - 1) / lanes), keys_lie(A::lies(call.key_size)),
           values_lie(A::whole && values == call.value_size) {}
 
@@ -160,7 +159,7 @@ class Prompts {
                          all * sizeof(C),
                          keys_lie ? 0 : KEYS * steps * sizeof(Step),
                          values_lie ? 0 : KEYS / width * values * sizeof(Step),
-                         steps * sizeof(Step), values * sizeof(C)};
+                         lanes * room() * sizeof(Step)};
         size_t total = 0;
         for (size_t& one : size) total += one = (one + 63) / 64 * 64;
         char* at = memory.hold(total);
@@ -176,12 +175,15 @@ class Prompts {
         desk.behind = reinterpret_cast<C*>(take());
         desk.key_rows = reinterpret_cast<Step*>(take());
         desk.value_rows = reinterpret_cast<Step*>(take());
-        desk.line = reinterpret_cast<Step*>(take());
-        desk.column = reinterpret_cast<C*>(take());
+        desk.lines = reinterpret_cast<Step*>(take());
         for (int64_t lane = 0; lane < all; lane++) {
             desk.at[lane] = lane / group;
             desk.behind[lane] = lane / group + 1;
         }
+#if defined(WITH_TILES)
+        Shapes shapes;
+        if (A::tiles) shapes.set(TILE_ROWS, TILE_ROWS);
+#endif
         int64_t i = 0;
         for (int64_t number; (number = next.fetch_add(1)) < tasks;) {
             while (number >= before[i + 1]) i++;
@@ -226,7 +228,7 @@ class Prompts {
                     tile<broad>(desk, task, start, vector);
                 });
         }
-        for (int64_t lane = 0; lane < task.count * group; lane++) write(desk, task, lane);
+        for (int64_t vector = 0; vector < used; vector++) write(desk, task, vector, used);
     }
 
     // Whether the values that some of its queries see and others do not are finite. A weight of 0 hides no
@@ -252,23 +254,35 @@ class Prompts {
         if constexpr (most > 1) by_breadth<most - 1>(count, what);
     }
 
-    // Where the numbers of a lane are: tiles of BROAD vectors follow one another, the last may be less.
-    static int64_t place(int64_t lane, int64_t height, int64_t used, int64_t* apart) {
-        const int64_t vector = lane / lanes / BROAD * BROAD;
-        *apart = std::min<int64_t>(BROAD, used - vector) * lanes;
-        return vector * lanes * height + lane - vector * lanes;
+    // Where the numbers of a vector of lanes are: tiles of BROAD vectors follow one another, the last may be less.
+    static int64_t place(int64_t vector, int64_t height, int64_t used, int64_t* apart) {
+        const int64_t before = vector / BROAD * BROAD;
+        *apart = std::min<int64_t>(BROAD, used - before) * lanes;
+        return (before * height + vector - before) * lanes;
     }
+
+    // A key's steps, with room for whole vectors.
+    int64_t room() const { return (steps + lanes - 1) / lanes * lanes; }
 
     void fetch_queries(Desk& desk, const Task& task) const {
         const int64_t count = task.count * group, used = (count + lanes - 1) / lanes;
-        for (int64_t lane = 0; lane < used * lanes; lane++) {
-            int64_t apart, real = std::min(lane, count - 1);  // the last again: nobody reads it
-            Step* to = desk.queries + place(lane, steps, used, &apart);
-            const T* from = static_cast<const T*>(call.query) +
-                            (task.token + real / group) * call.query_token +
-                            (task.head * group + real % group) * call.query_head;
-            A::key(from, call.key_size, desk.line);
-            for (int64_t i = 0; i < steps; i++) to[i * apart] = desk.line[i];
+        for (int64_t vector = 0; vector < used; vector++) {
+            for (int64_t lane = 0; lane < lanes; lane++) {
+                const int64_t real = std::min(vector * lanes + lane, count - 1);  // the last again: nobody reads it
+                const T* from = static_cast<const T*>(call.query) +
+                                (task.token + real / group) * call.query_token +
+                                (task.head * group + real % group) * call.query_head;
+                A::key(from, call.key_size, desk.lines + lane * room(), steps);
+            }
+            int64_t apart;
+            Step* to = desk.queries + place(vector, steps, used, &apart);
+            for (int64_t i = 0; i < steps; i += lanes) {
+                Vec<Step> some[lanes];
+                each<lanes>([&](auto r) ALWAYS_INLINE { some[r] = read<Vec<Step>>(desk.lines + r * room() + i); });
+                turn(some);
+                for (int64_t r = 0; r < std::min<int64_t>(lanes, steps - i); r++)
+                    std::memcpy(to + (i + r) * apart, &some[r], sizeof some[r]);
+            }
         }
     }
 
@@ -279,9 +293,19 @@ class Prompts {
         const T *keys[KEYS], *rows[KEYS + width] = {};
         locate(keys, call.key, call.key_page, call.key_head, call.key_slot, task, start, from, upto);
         locate(rows, call.value, call.value_page, call.value_head, call.value_slot, task, start, from, upto);
+#if defined(WITH_TILES)
+        if constexpr (A::tiles) {
+            for (int64_t k = from / A::piece * A::piece; k < upto; k += A::piece) {
+                for (int64_t at = k; at < k + A::piece; at++)
+                    A::key(keys[at], rows[at] ? call.key_size : 0, desk.key_rows + at * steps, steps);
+                A::values(rows + k, call.value_size, desk.value_rows + k / width, KEYS / width);
+            }
+            return;
+        }
+#endif
         for (int64_t k = from; k < upto; k++) {
             Step* made = desk.key_rows + k * steps;
-            if (!keys_lie) A::key(keys[k], call.key_size, made);
+            if (!keys_lie) A::key(keys[k], call.key_size, made, steps);
             desk.keys[k] = keys_lie ? reinterpret_cast<const Step*>(keys[k]) : made;
         }
         std::fill(desk.keys, desk.keys + from, desk.keys[from]);
@@ -328,7 +352,7 @@ class Prompts {
         const int64_t begin = std::max(oldest(task.sequence, position), start) - start;
         const int64_t end = std::min(farthest(task, first, last) - start, KEYS);
         if (begin >= end) return;
-        const int64_t low = begin / width * width, high = (end + width - 1) / width * width;
+        const int64_t low = begin / A::piece * A::piece, high = (end + A::piece - 1) / A::piece * A::piece;
         // Keys from `clear` to before `upto` are seen by all lanes.
         const int64_t clear = std::max(begin, oldest(task.sequence, task.position + last) - start);
         const int64_t upto = std::min(end, nearest(task, first, last) - start);
@@ -337,6 +361,7 @@ class Prompts {
         each<broad>([&](auto v) ALWAYS_INLINE { now[v] = old[v] = load(most + v * lanes); });
         const C factor = call.scaling * 1.4426950408889634;
         const Step* queries = desk.queries + vector * lanes * steps;
+        if constexpr (A::tiles) score_in_tile<broad>(desk, queries, low);
         for (int64_t k = low; k < high; k += TALL) {
             Vec<C> sum[TALL * broad];
             if (!vector) {
@@ -344,13 +369,18 @@ class Prompts {
                 fetch(desk.next_keys, k, rows, call.key_size);
                 fetch(desk.next_values, k, rows, call.value_size);
             }
-            score<broad>(queries, desk.keys + k, sum);
+            C* to = desk.scores + k * broad * lanes;
+            if constexpr (A::tiles) {  // a tile before its turn
+                if (k % A::tall == 0 && k + A::tall < high) score_in_tile<broad>(desk, queries, k + A::tall);
+                each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] = load(to + i * lanes); });
+            } else {
+                score<broad>(queries, desk.keys + k, sum);
+            }
             each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] *= factor; });
             if (k < clear || k + TALL > upto)
                 hide<broad>(sum, desk.at + vector * lanes, desk.behind + vector * lanes,
                             start + k - task.position, start + begin - task.position);
             const int64_t rows = std::min<int64_t>(TALL, high - k);
-            C* to = desk.scores + k * broad * lanes;
             each<TALL>([&](auto r) ALWAYS_INLINE {
                 if (r >= rows) return;
                 each<broad>([&](auto v) ALWAYS_INLINE {
@@ -381,8 +411,53 @@ class Prompts {
             store(fused(load(total + v * lanes), kept[v], added[v]), total + v * lanes);
         });
         C* out = desk.out + vector * lanes * values;
-        for (int64_t d = 0; d < values; d += TALL)
-            weigh<broad>(desk, low / width, high / width, d, kept, out + d * broad * lanes);
+        if constexpr (A::tiles) return weigh_in_tiles<broad>(desk, low, high, kept, out);
+        else
+            for (int64_t d = 0; d < values; d += A::tall)
+                weigh<broad>(desk, low / width, high / width, d, kept, out + d * broad * lanes);
+    }
+
+    // The scores of 16 keys.
+    template <int broad>
+    ALWAYS_INLINE void score_in_tile(Desk& desk, const Step* queries, int64_t k) const {
+#if defined(WITH_TILES)
+        constexpr int64_t apart = broad * lanes * sizeof(Step);
+        const Step* const keys = desk.key_rows + k * steps;
+        C* const to = desk.scores + k * broad * lanes;
+        each<broad>([&](auto v) ALWAYS_INLINE { clear_tile<SUMS + v>(); });
+        for (int64_t i = 0; i < steps; i += TILE_ROWS) {
+            load_tile<LEFT>(keys + i, steps * sizeof(Step));
+            each<broad>([&](auto v) ALWAYS_INLINE {
+                load_tile<RIGHT + v % 2>(queries + (i * broad + v) * lanes, apart);
+                multiply_tiles<SUMS + v, LEFT, RIGHT + v % 2>();
+            });
+        }
+        each<broad>([&](auto v) ALWAYS_INLINE { store_tile<SUMS + v>(to + v * lanes, apart); });
+#endif
+    }
+
+    // out = out × kept + weights × values, of the keys from `low` up to `high`.
+    template <int broad>
+    ALWAYS_INLINE void weigh_in_tiles(const Desk& desk, int64_t low, int64_t high, const Vec<C>* kept, C* out) const {
+#if defined(WITH_TILES)
+        constexpr int64_t apart = broad * lanes * sizeof(Step), across = KEYS / width;
+        for (int64_t d = 0; d < values; d++)
+            each<broad>([&](auto v) ALWAYS_INLINE {
+                C* const one = out + (d * broad + v) * lanes;
+                store(load(one) * kept[v], one);
+            });
+        for (int64_t d = 0; d < values; d += TILE_ROWS, out += TILE_ROWS * broad * lanes) {
+            each<broad>([&](auto v) ALWAYS_INLINE { load_tile<SUMS + v>(out + v * lanes, apart); });
+            for (int64_t g = low / width; g < high / width; g += TILE_ROWS) {
+                load_tile<LEFT>(desk.value_rows + d * across + g, across * sizeof(Step));
+                each<broad>([&](auto v) ALWAYS_INLINE {
+                    load_tile<RIGHT + v % 2>(desk.weights + (g * broad + v) * lanes, apart);
+                    multiply_tiles<SUMS + v, LEFT, RIGHT + v % 2>();
+                });
+            }
+            each<broad>([&](auto v) ALWAYS_INLINE { store_tile<SUMS + v>(out + v * lanes, apart); });
+        }
+#endif
     }
 
     template <int broad>
@@ -417,38 +492,56 @@ class Prompts {
         });
     }
 
-    // out = out × kept + weights × values, for TALL numbers of values.
+    // The same for `A::tall` numbers of values, in vectors; steps from `from` up to `upto`.
     template <int broad>
     ALWAYS_INLINE void weigh(const Desk& desk, int64_t from, int64_t upto, int64_t d,
                              const Vec<C>* kept, C* out) const {
-        Vec<C> sum[TALL * broad];
-        each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] = load(out + i * lanes) * kept[i % broad]; });
+        Vec<C> sum[A::tall * broad];
+        each<A::tall * broad>([&](auto i) ALWAYS_INLINE { sum[i] = load(out + i * lanes) * kept[i % broad]; });
         const Step* weights = desk.weights + from * broad * lanes;
         for (int64_t g = from; g < upto; g++, weights += broad * lanes) {
             const Step* value = desk.values[g] + d;
-            each<TALL>([&](auto r) ALWAYS_INLINE {
+            each<A::tall>([&](auto r) ALWAYS_INLINE {
                 each<broad>([&](auto v) ALWAYS_INLINE {
                     Vec<C>& one = sum[r * broad + v];
                     one = A::add(one, weights + v * lanes, value + r);
                 });
             });
         }
-        each<TALL * broad>([&](auto i) ALWAYS_INLINE { store(sum[i], out + i * lanes); });
+        each<A::tall * broad>([&](auto i) ALWAYS_INLINE { store(sum[i], out + i * lanes); });
     }
 
-    void write(Desk& desk, const Task& task, int64_t lane) const {
+    void write(Desk& desk, const Task& task, int64_t vector, int64_t used) const {
         int64_t apart;
-        const int64_t used = (task.count * group + lanes - 1) / lanes;
-        const C* from = desk.out + place(lane, values, used, &apart);
-        const C total = desk.total[lane], factor = total == 0 ? 0 : 1 / total;
-        for (int64_t d = 0; d < call.value_size; d++) desk.column[d] = from[d * apart] * factor;
-        T* to = static_cast<T*>(call.out) +
-                ((task.token + lane / group) * call.heads + task.head * group + lane % group) * call.value_size;
-        narrow(desk.column, call.value_size, to);
+        const C* from = desk.out + place(vector, values, used, &apart);
+        const Vec<C> total = load(desk.total + vector * lanes);
+        const Vec<C> factor = total == 0 ? Vec<C>{} : 1 / total;
+        const int64_t first = vector * lanes, count = std::min<int64_t>(lanes, task.count * group - first);
+        for (int64_t d = 0; d < call.value_size; d += lanes) {
+            Vec<C> some[lanes];
+            each<lanes>([&](auto i) ALWAYS_INLINE {
+                some[i] = d + i < values ? load(from + (d + i) * apart) * factor : Vec<C>{};
+            });
+            turn(some);
+            for (int64_t lane = 0; lane < count; lane++) {
+                C own[lanes];
+                store(some[lane], own);
+                const int64_t token = task.token + (first + lane) / group;
+                const int64_t head = task.head * group + (first + lane) % group;
+                narrow(own, std::min<int64_t>(lanes, call.value_size - d),
+                       static_cast<T*>(call.out) + (token * call.heads + head) * call.value_size + d);
+            }
+        }
     }
 };
 
 template <class T>
-bool prompts(const PromptsCall* call) { return Prompts<T>(*call).run(); }
+bool prompts(const PromptsCall* call) {
+#if defined(WITH_TILES)
+    if constexpr (std::is_same<T, bfloat16>::value)
+        if (has_tiles()) return Prompts<T, InTiles>(*call).run();
+#endif
+    return Prompts<T, typename Computed<T>::type>(*call).run();
+}
 
 }  // namespace
