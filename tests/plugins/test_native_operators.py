@@ -216,14 +216,16 @@ def test_linears(dtype: torch.dtype, threads: int) -> None:
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
     """Up to the number of rows beyond which torch computes them, and with any threads."""
     usual = torch.get_num_threads()
-    for inner in (67, 1024, 3000):
+    for inner in (67, 1056, 3000):
         most, bias = few(dtype), torch.randn(50).to(dtype)
         x = (torch.randn(most, inner) / inner**0.5).to(dtype)
         weight = torch.randn(50, inner).to(dtype)
         for other, up_to in ((weight, most), (weight.t().contiguous().t(), FEW_TURNED)):
             torch.set_num_threads(1)
             alone = torch.cat([product(x[row : row + 1], other, bias) for row in range(up_to)])
-            for rows in (n for n in (*range(2, 34), 37, 47, 48, 61, 63, most) if n <= up_to):
+            for rows in (
+                n for n in (*range(2, 34), 37, 47, 61, 64, 65, 81, 112, 127, most) if n <= up_to
+            ):
                 torch.set_num_threads(1 + rows % 3)
                 assert torch.equal(product(x[:rows], other, bias), alone[:rows]), rows
     torch.set_num_threads(usual)

@@ -292,16 +292,16 @@ void prepared_together(const Linear* const* calls, int64_t count) {
 // In bfloat16, with tiles (amx.h): weights are on the left, as they lie in memory, so that outputs are rows of a tile,
 // and rows its columns. The sums of 32 inputs each are added up in their order.
 class Tiled {
-    static constexpr int OUTPUTS_OF_TASK = 64, INPUTS = 32;
-    const Prepared<bfloat16>& call;  // of 16 rows at a time [inputs / 2, rows, 2], zeros where there is none
+    static constexpr int OUTPUTS_OF_TASK = 64, INPUTS = 32, ROWS = 4 * TILE_ROWS;
+    const Prepared<bfloat16>& call;  // of 64 rows at a time [in_features / 32, tiles, 16, rows of a tile, 2]
     const int64_t columns;           // of a tile
 
    public:
     static bool fits(const Linear& call) { return has_tiles() && call.in_features % INPUTS == 0; }
     static int64_t columns_of(int64_t rows) { return std::min<int64_t>(rows, TILE_ROWS); }
+    static int64_t tiles_of(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
     static int64_t room(const Linear& call) {
-        const int64_t tiles = (call.rows + TILE_ROWS - 1) / TILE_ROWS;
-        return tiles * columns_of(call.rows) * call.in_features;
+        return tiles_of(call.rows) * columns_of(call.rows) * call.in_features;
     }
 
     explicit Tiled(const Prepared<bfloat16>& call) : call(call), columns(columns_of(call.rows)) {}
@@ -314,9 +314,9 @@ class Tiled {
         for (int64_t output = at * OUTPUTS_OF_TASK; output < end; output += TILE_ROWS) {
             const int64_t outputs = std::min<int64_t>(TILE_ROWS, end - output);
             if (!shapes.are(outputs)) shapes.set(INPUTS / 2, outputs, columns);
-            for (int64_t row = 0; row < call.rows; row += 4 * TILE_ROWS) {
-                const int64_t tiles = (std::min<int64_t>(call.rows - row, 4 * TILE_ROWS) + TILE_ROWS - 1) / TILE_ROWS;
-                each<4>([&](auto i) ALWAYS_INLINE {
+            for (int64_t row = 0; row < call.rows; row += ROWS) {
+                const int64_t tiles = tiles_of(std::min<int64_t>(ROWS, call.rows - row));
+                each<ROWS / TILE_ROWS>([&](auto i) ALWAYS_INLINE {
                     if (tiles == i + 1) multiply<i + 1>(output, outputs, row);
                 });
             }
@@ -325,15 +325,25 @@ class Tiled {
 
     static void prepare(const Linear& call, bfloat16* to) {
         const int64_t columns = columns_of(call.rows), pairs = call.in_features / 2, share = 128;
-        const int64_t tiles = (call.rows + TILE_ROWS - 1) / TILE_ROWS, shares = (pairs + share - 1) / share;
+        const int64_t tiles = tiles_of(call.rows), shares = (pairs + share - 1) / share;
         Tasks(tiles * shares, std::min(call.threads, call.rows * call.in_features / WORTH + 1), [&](int64_t at) {
             const int64_t first = at / shares * TILE_ROWS, from = at % shares * share;
-            const int64_t there = std::min(columns, call.rows - first);
+            const int64_t there = std::min(columns, call.rows - first), block = first / ROWS * ROWS;
+            const int64_t beside = tiles_of(std::min<int64_t>(ROWS, call.rows - block));
             const char* const input = call.input + first * call.input_row * int64_t(sizeof(bfloat16));
-            uint32_t* own = reinterpret_cast<uint32_t*>(to) + (first * pairs + from * columns);
-            for (int64_t pair = from; pair < std::min(from + share, pairs); pair++, own += columns)
-                for (int64_t column = 0; column < columns; column++)
-                    own[column] = column < there ? read<uint32_t>(input + (column * call.input_row + 2 * pair) * 2) : 0;
+            const auto mask = __mmask16((1u << columns) - 1);
+            uint32_t* own = reinterpret_cast<uint32_t*>(to) + block * pairs +
+                            (from * beside + (first - block) / TILE_ROWS * TILE_ROWS) * columns;
+            for (int64_t pair = from; pair < std::min(from + share, pairs); pair += TILE_ROWS) {
+                Words some[TILE_ROWS] = {};
+                for (int64_t row = 0; row < there; row++)
+                    some[row] = read<Words>(input + (row * call.input_row + 2 * pair) * 2);
+                turn(some);
+                each<TILE_ROWS>([&](auto i) ALWAYS_INLINE {
+                    _mm512_mask_storeu_epi32(own + i * columns, mask, (__m512i)some[i]);
+                });
+                own += beside * TILE_ROWS * columns;
+            }
         });
     }
 
@@ -343,10 +353,10 @@ class Tiled {
     void multiply(int64_t output, int64_t outputs, int64_t row) const {
         const bfloat16* weight = reinterpret_cast<const bfloat16*>(call.weight) + output * call.weight_row;
         const bfloat16* packed = call.prepared + row * call.in_features;
-        const int64_t tile = columns * call.in_features, step = columns * INPUTS;
+        const int64_t tile = columns * INPUTS;
         const bool ask = row == 0;
         each<tiles>([&](auto i) ALWAYS_INLINE { clear_tile<SUMS + i>(); });
-        for (int64_t at = 0; at < call.in_features; at += INPUTS, packed += step) {
+        for (int64_t at = 0; at < call.in_features; at += INPUTS, packed += tiles * tile) {
             load_tile<LEFT>(weight + at, call.weight_row * 2);
             if (ask)
                 for (int i = 0; i < TILE_ROWS; i++) ask_for(weight + (TILE_ROWS + i) * call.weight_row + at);
@@ -357,18 +367,30 @@ class Tiled {
         }
         alignas(64) float sums[tiles][TILE_ROWS * TILE_ROWS];  // [outputs, columns]
         each<tiles>([&](auto i) ALWAYS_INLINE { store_tile<SUMS + i>(sums[i], columns * 4); });
-        const __m512i places = _mm512_mullo_epi32(
-            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(columns));
-        const __mmask16 there = (1u << outputs) - 1;
+        for (int64_t i = 0; i < tiles; i++) write(sums[i], output, outputs, row + i * TILE_ROWS);
+    }
+
+    // The sums of up to 16 outputs and rows.
+    void write(const float* sums, int64_t output, int64_t outputs, int64_t row) const {
         bfloat16 own[TILE_ROWS] = {};
         if (call.bias) std::copy_n(reinterpret_cast<const bfloat16*>(call.bias) + output, outputs, own);
         const Vec<float> added = load(own);
-        for (int64_t r = 0; r < std::min<int64_t>(tiles * TILE_ROWS, call.rows - row); r++) {
-            const float* of = sums[r / TILE_ROWS] + r % TILE_ROWS;
-            const Vec<float> total = _mm512_mask_i32gather_ps(__m512{}, there, places, of, 4);
-            bfloat16 rounded[TILE_ROWS];
-            store(call.bias ? total + added : total, rounded);
-            std::copy_n(rounded, outputs, reinterpret_cast<bfloat16*>(call.out) + (row + r) * call.out_row + output);
+        const auto there = __mmask16((1u << columns) - 1);
+        Vec<float> some[TILE_ROWS];
+        each<TILE_ROWS>([&](auto i) ALWAYS_INLINE {
+            some[i] = i < outputs ? Vec<float>(_mm512_maskz_loadu_ps(there, sums + i * columns)) : Vec<float>{};
+        });
+        turn(some);
+        auto* const out = reinterpret_cast<bfloat16*>(call.out) + row * call.out_row + output;
+        for (int64_t r = 0; r < std::min(columns, call.rows - row); r++) {
+            const Vec<float> total = call.bias ? some[r] + added : some[r];
+            if (outputs == TILE_ROWS) {
+                store(total, out + r * call.out_row);
+            } else {
+                bfloat16 rounded[TILE_ROWS];
+                store(total, rounded);
+                std::copy_n(rounded, outputs, out + r * call.out_row);
+            }
         }
     }
 };
