@@ -235,7 +235,9 @@ inline ALWAYS_INLINE Vec<double> fused(Vec<double> x, Vec<double> y, Vec<double>
 inline Vec<float> power_of_2(Vec<float> x) {
     const Vec<float> lowest = Vec<float>{} - 126.0f, shift = Vec<float>{} + 0x1.8p23f;
     auto none = x < lowest;
+#if !defined(__AVX512F__)
     x = none ? lowest : x;
+#endif
     Vec<float> n = (x + shift) - shift, f = x - n;  // n the nearest integer
     // Taylor's series: on [-1/2, 1/2] the next term is less than 1e-8.
     Vec<float> p = f * 1.5252733804059841e-5f + 1.5403530393381608e-4f;
@@ -245,8 +247,12 @@ inline Vec<float> power_of_2(Vec<float> x) {
     p = p * f + 2.4022650695910072e-1f;
     p = p * f + 6.9314718055994531e-1f;
     p = p * f + 1.0f;
+#if defined(__AVX512F__)
+    return none ? Vec<float>{} : Vec<float>(_mm512_scalef_ps(p, n));
+#else
     auto scale = (__builtin_convertvector(n, Integers) + 127) << 23;
     return none ? Vec<float>{} : p * as<Vec<float>>(scale);
+#endif
 }
 
 inline Vec<double> power_of_2(Vec<double> x) {

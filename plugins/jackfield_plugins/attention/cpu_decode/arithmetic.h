@@ -96,8 +96,12 @@ struct Neighbours {
         std::fill(to + size, to + room, 0);
     }
     static ALWAYS_INLINE void weights(const Vec<C>* from, Step* to) {
-        auto half = [](Vec<C> v) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)); };
-        _mm512_storeu_si512(to, _mm512_or_si512(half(from[0]), _mm512_slli_epi32(half(from[1]), 16)));
+        // Those of one key, then those of the other: lane by lane they lie side by side.
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i others = _mm512_add_epi32(lanes, _mm512_set1_epi32(16));
+        const __m512i order = _mm512_or_si512(lanes, _mm512_slli_epi32(others, 16));
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(from[1], from[0]);
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
     }
 };
 

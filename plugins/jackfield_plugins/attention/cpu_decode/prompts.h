@@ -441,7 +441,9 @@ class Prompts {
     ALWAYS_INLINE void weigh_in_tiles(const Desk& desk, int64_t low, int64_t high, const Vec<C>* kept, C* out) const {
 #if defined(WITH_TILES)
         constexpr int64_t apart = broad * lanes * sizeof(Step), across = KEYS / width;
-        for (int64_t d = 0; d < values; d++)
+        __mmask16 changed = 0;
+        each<broad>([&](auto v) ALWAYS_INLINE { changed |= _mm512_cmp_ps_mask(kept[v], Vec<C>{} + 1, _CMP_NEQ_UQ); });
+        for (int64_t d = 0; changed && d < values; d++)
             each<broad>([&](auto v) ALWAYS_INLINE {
                 C* const one = out + (d * broad + v) * lanes;
                 store(load(one) * kept[v], one);
