@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield import errors, paths, quieting
 from jackfield.hookspecs import hookimpl
+from jackfield.requests import other_engines
 
 if TYPE_CHECKING:
     __version__: str
@@ -76,7 +77,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     if name not in _HOMES:
-        raise AttributeError(f"module 'jackfield' has no attribute {name!r}")
+        raise other_engines.no_attribute("module 'jackfield'", name)
     paths.check_here()
     with quieting.quieted(*quieting.TORCHAO):  # torchao comes in with transformers
         try:

@@ -37,7 +37,7 @@ from jackfield.registry.discovery import registry
 from jackfield.requests import habits, neutral
 from jackfield.requests.habits import FLAGS, KEYWORDS, VALUES
 from jackfield.requests.instead import is_neutral, of_loading, of_request
-from jackfield.requests.other_engines import LOADING, NAMES, REQUESTS
+from jackfield.requests.other_engines import ATTRIBUTES, LOADING, NAMES, REQUESTS
 
 LOAD = frozenset(LoadArguments.__annotations__) | frozenset(PlanArguments.__annotations__)
 COMMANDS: Any = typer.main.get_command(app)
@@ -405,3 +405,25 @@ def test_the_page_has_every_word_and_answer() -> None:
         rows = re.findall(r"^\| (`.*`) \| (.*) \|$", part, re.M)
         found = {name: said for names, said in rows for name in re.findall(r"`(.+?)`", names)}
         assert found == table
+
+
+@pytest.mark.parametrize("of", ATTRIBUTES)
+def test_names_that_modules_and_engines_of_others_have(of: str, engine: jackfield.Engine) -> None:
+    ours: Any = engine if "Engine" in of else jackfield
+    for name, answer in ATTRIBUTES[of].items():
+        with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}: {answer}")):
+            getattr(ours, name)
+        for word in re.findall(r"engine\.(\w+)", answer):
+            assert hasattr(engine, word), answer
+        for word in re.findall(r"jackfield\.(\w+)", answer):
+            assert hasattr(jackfield, word), answer
+    with pytest.raises(AttributeError, match=r"has no attribute 'frobnicate'$"):
+        _ = ours.frobnicate
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "top_k", "seed"])
+def test_what_is_meant_by_minus_one(name: str, engine: jackfield.Engine) -> None:
+    with pytest.raises(SettingsError, match=rf"{name} must be at least \d, not -1: [a-z0]"):
+        engine.generate("Once", **{"do_sample": True, name: -1})
+    with pytest.raises(SettingsError, match=rf"{name} must be at least \d, not -2$"):
+        engine.generate("Once", **{"do_sample": True, name: -2})

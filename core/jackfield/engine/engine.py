@@ -43,6 +43,7 @@ from jackfield.errors import (
 from jackfield.parallel.ranks import Leader
 from jackfield.planning.beside import Beside
 from jackfield.planning.planning import Plan
+from jackfield.requests.other_engines import no_attribute
 from jackfield.requests.prompts import Prompt, is_batch, taken
 from jackfield.requests.wishes import mapping, refuse_unnamed
 from jackfield.tracing.trace import Trace
@@ -453,6 +454,11 @@ class Engine:
 
     def _check_open(self) -> None:
         self._worker.check_open()
+
+    if not TYPE_CHECKING:  # who checks types is told by that
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("'Engine' object", name)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError("an engine runs a model and cannot be copied; load another one")

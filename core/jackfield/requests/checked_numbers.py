@@ -7,6 +7,12 @@ from typing import Any
 
 from jackfield.errors import SettingsError, quoted
 
+#: What to write where -1 was meant as other engines mean it.
+_MINUS_ONE = {
+    "max_new_tokens": "each text has a bound; name one",
+    "top_k": "0 keeps all",
+    "seed": "leave it out for any",
+}
 LARGEST = 3.4e38  # what float32, in which settings reach the device, can hold
 
 
@@ -71,4 +77,7 @@ class CheckedNumbers:
         return float(value)
 
     def _refused(self, name: str, wanted: str, value: Any) -> SettingsError:
-        return SettingsError(f"{name} must be {wanted}, not {quoted(value)}{self._origin(name)}")
+        instead = f": {_MINUS_ONE[name]}" if value == -1 and name in _MINUS_ONE else ""
+        return SettingsError(
+            f"{name} must be {wanted}, not {quoted(value)}{self._origin(name)}{instead}"
+        )

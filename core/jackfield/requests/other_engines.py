@@ -146,6 +146,31 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 }
 
 
+#: answer -> what others' modules have, in their spelling.
+_MODULE: Mapping[str, str] = {
+    "write jackfield.load(MODEL)": "LLM LLMEngine AsyncLLM AsyncLLMEngine Llama AutoModel "
+    "AutoModelForCausalLM from_pretrained from_gguf pipeline TextGenerationPipeline Model Client",
+    "settings are arguments of engine.generate, such as max_new_tokens=20": "SamplingParams "
+    "GenerationConfig GenerateConfig",
+    "write jackfield.load(MODEL).generate(PROMPT)": "generate chat complete completion",
+    "run `jackfield serve MODEL`": "serve Server",
+}
+
+#: answer -> what others' engines have.
+_ENGINE: Mapping[str, str] = {
+    "write engine.generate([MESSAGES])": "chat create_chat_completion apply_chat_template",
+    "write engine.generate(PROMPT)": "complete completion create_completion invoke predict "
+    "generate_batch add_request",
+    "write engine.stream(PROMPT), or astream": "generate_stream stream_generate streaming "
+    "generate_async agenerate async_generate",
+    "write engine.tokenizer": "tokenize detokenize encode decode get_tokenizer",
+    "write engine.close()": "shutdown stop unload reset abort_all",
+    "write engine.cancel(REQUEST)": "abort abort_request",
+    "write engine.report() for what ran, or engine.statistics()": "get_metrics metrics stats",
+    "texts are made here, and no embeddings": "embed embeddings create_embedding score classify",
+}
+
+
 def our_name(kind: str, theirs: str) -> str | None:
     """What to write for a backend that others call so, however they spell it."""
     return NAMES.get(kind, {}).get(theirs.lower().replace("-", "_"))
@@ -160,3 +185,13 @@ ALIKE = 0.7
 
 LOADING: Mapping[str, str] = dict(_by_name(_LOADING))
 REQUESTS: Mapping[str, str] = dict(_by_name(_REQUESTS))
+ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+    "module 'jackfield'": dict(_by_name(_MODULE)),
+    "'Engine' object": dict(_by_name(_ENGINE)),
+}
+
+
+def no_attribute(of: str, name: str) -> AttributeError:
+    """That `of`, a key of `ATTRIBUTES`, has none of this name, and what to write instead."""
+    answer = ATTRIBUTES[of].get(name)
+    return AttributeError(f"{of} has no attribute {name!r}" + (f": {answer}" if answer else ""))
