@@ -348,7 +348,10 @@ def test_a_folder_that_cannot_be_written_is_named(
         another().library()
 
 
-@pytest.mark.parametrize("flag", sampled(["-mno-avx512f", "-mno-avx", "-mno-avx512bf16"], 3))
+WITHOUT = ("-mno-avx512f", "-mno-avx", "-mno-avx512bf16", "-mno-amx-bf16")
+
+
+@pytest.mark.parametrize("flag", sampled(WITHOUT, 4))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
 @pytest.mark.long
 def test_narrower_vectors_give_the_same(fresh: Path, flag: str, forks: Forks) -> None:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from native_calls import stretch_of
+from refused_tiles import without_tiles
 from rounding import rounded
 from samples import sampled
 
@@ -310,12 +311,6 @@ def test_layers_without_weights() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86 alone has tiles")
 def test_a_process_that_may_not_use_tiles(tmp_path: Path, forks: Forks) -> None:
     """Linux or a sandbox may refuse them, where the processor has them."""
-    command = compiling.compiler()
-    assert command is not None
-    (tmp_path / "refusing.cpp").write_text(REFUSING)
-    refusing = str(tmp_path / "refusing.so")
-    arguments = ("-shared", "-fPIC", str(tmp_path / "refusing.cpp"), "-o", refusing)
-    assert compiling.run([*command, *arguments]).returncode == 0
     program = (
         "import sys; sys.path += sys.argv[1:]\n"
         "import test_gguf_kernel as t\n"
@@ -324,27 +319,10 @@ def test_a_process_that_may_not_use_tiles(tmp_path: Path, forks: Forks) -> None:
         "        t.assert_right(kind, rows, 70, 512, t.torch.bfloat16, True)\n"
     )
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]
-    done = forks.python("-c", program, *folders, env={**os.environ, "LD_PRELOAD": refusing})
+    done = forks.python("-c", program, *folders, env=without_tiles(tmp_path))
     assert done.returncode == 0, done.stderr
 
 
-#: Answers "operation not permitted" where a process asks for tiles.
-REFUSING = """
-#include <cerrno>
-#include <cstdarg>
-#include <dlfcn.h>
-#include <sys/syscall.h>
-extern "C" long syscall(long number, ...) {
-    va_list list;
-    long with[6];
-    va_start(list, number);
-    for (long& one : with) one = va_arg(list, long);
-    va_end(list);
-    if (number == SYS_arch_prctl && with[0] == 0x1023) return errno = EPERM, -1;
-    static const auto own = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
-    return own(number, with[0], with[1], with[2], with[3], with[4], with[5]);
-}
-"""
 WITHOUT = ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx", "-mno-avx2")
 
 

@@ -216,7 +216,7 @@ def test_linears(dtype: torch.dtype, threads: int) -> None:
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
     """Up to the number of rows beyond which torch computes them, and with any threads."""
     usual = torch.get_num_threads()
-    for inner in (67, 1056, 3000):
+    for inner in (67, 1024, 1056, 3000):
         most, bias = few(dtype), torch.randn(50).to(dtype)
         x = (torch.randn(most, inner) / inner**0.5).to(dtype)
         weight = torch.randn(50, inner).to(dtype)

@@ -235,7 +235,7 @@ inline ALWAYS_INLINE Vec<double> fused(Vec<double> x, Vec<double> y, Vec<double>
 inline Vec<float> power_of_2(Vec<float> x) {
     const Vec<float> lowest = Vec<float>{} - 126.0f, shift = Vec<float>{} + 0x1.8p23f;
     auto none = x < lowest;
-#if !defined(__AVX512F__)
+#if !defined(__AVX512F__)  // where n is made a whole number, and shifted
     x = none ? lowest : x;
 #endif
     Vec<float> n = (x + shift) - shift, f = x - n;  // n the nearest integer

@@ -1,4 +1,4 @@
-// What the products of long prompts are computed in: a step is what one instruction multiplies.
+// What the products of long prompts are computed in: a step is what one lane of an instruction multiplies.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -53,9 +53,10 @@ struct Single {
     using C = typename Wide<T>::type;
     using Step = C;
     static constexpr int width = 1;  // neighbours that a step has: numbers of a key, values of keys
-    static constexpr int piece = 1;  // keys whose values are weighed at once
-    static constexpr int tall = 8;   // numbers that are: with some vectors of lanes their sums fit into the registers
+    static constexpr int piece = 1;           // keys whose values are weighed at once
+    static constexpr int tall = 8, scored = 8;  // numbers of values that are; keys that are scored at once
     static constexpr bool tiles = false;
+    struct Ready {};  // what a thread needs while it computes
     static constexpr bool whole = std::is_same<T, C>::value;  // values are steps as they lie
     static bool lies(int64_t) { return whole; }               // keys of this size are, too
     static int64_t steps(int64_t size) { return size; }       // of a key
@@ -76,8 +77,9 @@ struct Single {
 struct Neighbours {
     using C = float;
     using Step = uint32_t;
-    static constexpr int width = 2, piece = 2, tall = 8;
+    static constexpr int width = 2, piece = 2, tall = 8, scored = 8;
     static constexpr bool tiles = false, whole = false;
+    struct Ready {};
     static bool lies(int64_t size) { return size % 2 == 0; }
     static int64_t steps(int64_t size) { return (size + 1) / 2; }
 
@@ -109,10 +111,19 @@ struct Neighbours {
 
 #if defined(WITH_TILES)
 
-// The same in tiles (amx.h): 16 keys, or numbers of values, by 16 lanes, and 32 of what they share.
+// The same in tiles (amx.h): 16 keys, or numbers of values, by 16 lanes, and 32 of what they share. Numbers of up to
+// four vectors of lanes lie side by side, one row of them after the other.
 struct InTiles : Neighbours {
-    static constexpr int piece = 2 * TILE_ROWS, tall = TILE_ROWS;
+    static constexpr int piece = 2 * TILE_ROWS, tall = TILE_ROWS, scored = TILE_ROWS, lanes = TILE_ROWS;
     static constexpr bool tiles = true;
+    struct Ready {
+        Shapes shapes;
+        Ready() { shapes.set(TILE_ROWS, TILE_ROWS); }
+    };
+    template <int broad>
+    static constexpr int64_t APART = broad * lanes * sizeof(Step);  // bytes
+    static_assert(Vector<C>::lanes == lanes);
+
     static bool lies(int64_t) { return false; }
     static int64_t steps(int64_t size) { return (size + piece - 1) / piece * TILE_ROWS; }
 
@@ -130,6 +141,49 @@ struct InTiles : Neighbours {
             turn(pair);
             each<TILE_ROWS>([&](auto i) ALWAYS_INLINE { std::memcpy(to + (d + i) * apart, &pair[i], sizeof pair[i]); });
         }
+    }
+
+    // The scores of 16 keys.
+    template <int broad>
+    static ALWAYS_INLINE void score(const Step* keys, const Step* queries, int64_t steps, C* to) {
+        static_assert(broad <= LEFT - SUMS);
+        each<broad>([&](auto v) ALWAYS_INLINE { clear_tile<SUMS + v>(); });
+        for (int64_t i = 0; i < steps; i += TILE_ROWS) {
+            load_tile<LEFT>(keys + i, steps * sizeof(Step));
+            multiply<broad>(queries + i * broad * lanes);
+        }
+        each<broad>([&](auto v) ALWAYS_INLINE { store_tile<SUMS + v>(to + v * lanes, APART<broad>); });
+    }
+
+    // out = out × kept + weights × values, of `size` numbers of values, which are `apart`, and `steps` of keys.
+    template <int broad>
+    static ALWAYS_INLINE void weigh(const Step* values, int64_t apart, int64_t size, const Step* weights,
+                                    int64_t steps, const Vec<C>* kept, C* out) {
+        __mmask16 changes = 0;  // by 1, which is usual, nothing does
+        each<broad>([&](auto v) ALWAYS_INLINE { changes |= _mm512_cmp_ps_mask(kept[v], Vec<C>{} + 1, _CMP_NEQ_UQ); });
+        for (int64_t d = 0; changes && d < size; d++)
+            each<broad>([&](auto v) ALWAYS_INLINE {
+                C* const one = out + (d * broad + v) * lanes;
+                store(load(one) * kept[v], one);
+            });
+        for (int64_t d = 0; d < size; d += TILE_ROWS, out += TILE_ROWS * broad * lanes) {
+            each<broad>([&](auto v) ALWAYS_INLINE { load_tile<SUMS + v>(out + v * lanes, APART<broad>); });
+            for (int64_t i = 0; i < steps; i += TILE_ROWS) {
+                load_tile<LEFT>(values + d * apart + i, apart * sizeof(Step));
+                multiply<broad>(weights + i * broad * lanes);
+            }
+            each<broad>([&](auto v) ALWAYS_INLINE { store_tile<SUMS + v>(out + v * lanes, APART<broad>); });
+        }
+    }
+
+   private:
+    // What is on the left, by what lies here.
+    template <int broad>
+    static ALWAYS_INLINE void multiply(const Step* right) {
+        each<broad>([&](auto v) ALWAYS_INLINE {
+            load_tile<RIGHT + v % 2>(right + v * lanes, APART<broad>);
+            multiply_tiles<SUMS + v, LEFT, RIGHT + v % 2>();
+        });
     }
 };
 

@@ -3,12 +3,12 @@
 // A task is a block of queries, of all heads that share a key/value head; it goes over blocks of keys
 // and keeps the largest score, the sum of weights and the weighted values so far (FlashAttention-2,
 // Dao 2023). The lanes of a vector are queries. So keys and values are read as they lie, one number for
-// all lanes, and maxima and sums need nothing across lanes. What is behind a query or before its window
-// is left out by tiles and hidden within them.
+// all lanes (tiles of a processor that has them want both in an order of theirs), and maxima and sums need nothing
+// across lanes. What is behind a query or before its window is left out by tiles and hidden within them.
 //
-// Blocks of keys begin at multiples of their length, counted from the sequence's first token, and a lane
-// adds up key by key: what is hidden adds 0. So the result of a query depends neither on the threads, nor on
-// the batch, nor on the chunks in which a prompt is read.
+// Blocks of keys, and pieces of these, begin at multiples of their length, counted from the sequence's first token. A
+// lane adds up key by key, or piece by piece: what is hidden adds 0. So the result of a query depends neither on the
+// threads, nor on the batch, nor on the chunks in which a prompt is read.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -24,12 +24,12 @@ namespace {
 constexpr int64_t KEYS = 128;              // of a block
 constexpr int64_t LANES_OF_A_TASK = 192;   // queries times heads: keys are read once for all
 constexpr int64_t PAYS = 1 << 17;          // multiplications that pay for waking a further thread
+constexpr int TALL = 8;                    // keys whose scores are looked at together
 #if defined(__AVX512F__)
-constexpr int BROAD = 3;  // vectors of lanes that are taken together
+constexpr int BROAD = 3;  // vectors of lanes that are taken together: all sums fit into the registers
 #else
 constexpr int BROAD = 1;
 #endif
-constexpr int TALL = 8;  // keys that are
 
 // What Python packs, field by field. Strides are in elements; those within heads are 1.
 struct PromptsCall {
@@ -51,6 +51,7 @@ class Prompts {
     using C = typename A::C;
     using Step = typename A::Step;
     static constexpr int lanes = Vector<C>::lanes, width = A::width;
+    static_assert(KEYS % A::piece == 0 && KEYS % A::scored == 0 && A::scored % TALL == 0);
 
     const PromptsCall& call;
     const int64_t group, block;          // heads that share keys; tokens of a task
@@ -180,10 +181,7 @@ class Prompts {
             desk.at[lane] = lane / group;
             desk.behind[lane] = lane / group + 1;
         }
-#if defined(WITH_TILES)
-        Shapes shapes;
-        if (A::tiles) shapes.set(TILE_ROWS, TILE_ROWS);
-#endif
+        [[maybe_unused]] const typename A::Ready ready;
         int64_t i = 0;
         for (int64_t number; (number = next.fetch_add(1)) < tasks;) {
             while (number >= before[i + 1]) i++;
@@ -290,19 +288,19 @@ class Prompts {
     void point(Desk& desk, const Task& task, int64_t start) const {
         const int64_t from = std::max(task.begin, start) - start;
         const int64_t upto = std::min(task.end - start, KEYS);
-        const T *keys[KEYS], *rows[KEYS + width] = {};
+        const T *keys[KEYS] = {}, *rows[KEYS + width] = {};
         locate(keys, call.key, call.key_page, call.key_head, call.key_slot, task, start, from, upto);
         locate(rows, call.value, call.value_page, call.value_head, call.value_slot, task, start, from, upto);
-#if defined(WITH_TILES)
         if constexpr (A::tiles) {
             for (int64_t k = from / A::piece * A::piece; k < upto; k += A::piece) {
-                for (int64_t at = k; at < k + A::piece; at++)
-                    A::key(keys[at], rows[at] ? call.key_size : 0, desk.key_rows + at * steps, steps);
+                for (int64_t at = k; at < k + A::piece; at++) {
+                    if (keys[at]) A::key(keys[at], call.key_size, desk.key_rows + at * steps, steps);
+                    else std::fill_n(desk.key_rows + at * steps, steps, 0);
+                }
                 A::values(rows + k, call.value_size, desk.value_rows + k / width, KEYS / width);
             }
             return;
         }
-#endif
         for (int64_t k = from; k < upto; k++) {
             Step* made = desk.key_rows + k * steps;
             if (!keys_lie) A::key(keys[k], call.key_size, made, steps);
@@ -361,7 +359,11 @@ class Prompts {
         each<broad>([&](auto v) ALWAYS_INLINE { now[v] = old[v] = load(most + v * lanes); });
         const C factor = call.scaling * 1.4426950408889634;
         const Step* queries = desk.queries + vector * lanes * steps;
-        if constexpr (A::tiles) score_in_tile<broad>(desk, queries, low);
+        const auto score_tile = [&]([[maybe_unused]] int64_t k) ALWAYS_INLINE {
+            if constexpr (A::tiles)
+                A::template score<broad>(desk.key_rows + k * steps, queries, steps, desk.scores + k * broad * lanes);
+        };
+        score_tile(low);
         for (int64_t k = low; k < high; k += TALL) {
             Vec<C> sum[TALL * broad];
             if (!vector) {
@@ -370,8 +372,8 @@ class Prompts {
                 fetch(desk.next_values, k, rows, call.value_size);
             }
             C* to = desk.scores + k * broad * lanes;
-            if constexpr (A::tiles) {  // a tile before its turn
-                if (k % A::tall == 0 && k + A::tall < high) score_in_tile<broad>(desk, queries, k + A::tall);
+            if constexpr (A::tiles) {  // the next tile is multiplied while this one is looked at
+                if (k % A::scored == 0 && k + A::scored < high) score_tile(k + A::scored);
                 each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] = load(to + i * lanes); });
             } else {
                 score<broad>(queries, desk.keys + k, sum);
@@ -411,55 +413,12 @@ class Prompts {
             store(fused(load(total + v * lanes), kept[v], added[v]), total + v * lanes);
         });
         C* out = desk.out + vector * lanes * values;
-        if constexpr (A::tiles) return weigh_in_tiles<broad>(desk, low, high, kept, out);
+        if constexpr (A::tiles)
+            A::template weigh<broad>(desk.value_rows + low / width, KEYS / width, values,
+                                     desk.weights + low / width * broad * lanes, (high - low) / width, kept, out);
         else
             for (int64_t d = 0; d < values; d += A::tall)
                 weigh<broad>(desk, low / width, high / width, d, kept, out + d * broad * lanes);
-    }
-
-    // The scores of 16 keys.
-    template <int broad>
-    ALWAYS_INLINE void score_in_tile(Desk& desk, const Step* queries, int64_t k) const {
-#if defined(WITH_TILES)
-        constexpr int64_t apart = broad * lanes * sizeof(Step);
-        const Step* const keys = desk.key_rows + k * steps;
-        C* const to = desk.scores + k * broad * lanes;
-        each<broad>([&](auto v) ALWAYS_INLINE { clear_tile<SUMS + v>(); });
-        for (int64_t i = 0; i < steps; i += TILE_ROWS) {
-            load_tile<LEFT>(keys + i, steps * sizeof(Step));
-            each<broad>([&](auto v) ALWAYS_INLINE {
-                load_tile<RIGHT + v % 2>(queries + (i * broad + v) * lanes, apart);
-                multiply_tiles<SUMS + v, LEFT, RIGHT + v % 2>();
-            });
-        }
-        each<broad>([&](auto v) ALWAYS_INLINE { store_tile<SUMS + v>(to + v * lanes, apart); });
-#endif
-    }
-
-    // out = out × kept + weights × values, of the keys from `low` up to `high`.
-    template <int broad>
-    ALWAYS_INLINE void weigh_in_tiles(const Desk& desk, int64_t low, int64_t high, const Vec<C>* kept, C* out) const {
-#if defined(WITH_TILES)
-        constexpr int64_t apart = broad * lanes * sizeof(Step), across = KEYS / width;
-        __mmask16 changed = 0;
-        each<broad>([&](auto v) ALWAYS_INLINE { changed |= _mm512_cmp_ps_mask(kept[v], Vec<C>{} + 1, _CMP_NEQ_UQ); });
-        for (int64_t d = 0; changed && d < values; d++)
-            each<broad>([&](auto v) ALWAYS_INLINE {
-                C* const one = out + (d * broad + v) * lanes;
-                store(load(one) * kept[v], one);
-            });
-        for (int64_t d = 0; d < values; d += TILE_ROWS, out += TILE_ROWS * broad * lanes) {
-            each<broad>([&](auto v) ALWAYS_INLINE { load_tile<SUMS + v>(out + v * lanes, apart); });
-            for (int64_t g = low / width; g < high / width; g += TILE_ROWS) {
-                load_tile<LEFT>(desk.value_rows + d * across + g, across * sizeof(Step));
-                each<broad>([&](auto v) ALWAYS_INLINE {
-                    load_tile<RIGHT + v % 2>(desk.weights + (g * broad + v) * lanes, apart);
-                    multiply_tiles<SUMS + v, LEFT, RIGHT + v % 2>();
-                });
-            }
-            each<broad>([&](auto v) ALWAYS_INLINE { store_tile<SUMS + v>(out + v * lanes, apart); });
-        }
-#endif
     }
 
     template <int broad>
@@ -494,7 +453,7 @@ class Prompts {
         });
     }
 
-    // The same for `A::tall` numbers of values, in vectors; steps from `from` up to `upto`.
+    // out = out × kept + weights × values, for `A::tall` numbers of values.
     template <int broad>
     ALWAYS_INLINE void weigh(const Desk& desk, int64_t from, int64_t upto, int64_t d,
                              const Vec<C>* kept, C* out) const {
@@ -513,7 +472,8 @@ class Prompts {
         each<A::tall * broad>([&](auto i) ALWAYS_INLINE { store(sum[i], out + i * lanes); });
     }
 
-    void write(Desk& desk, const Task& task, int64_t vector, int64_t used) const {
+    // A sum may be -0 or 0, by what other lanes see: it becomes 0.
+    void write(const Desk& desk, const Task& task, int64_t vector, int64_t used) const {
         int64_t apart;
         const C* from = desk.out + place(vector, values, used, &apart);
         const Vec<C> total = load(desk.total + vector * lanes);
@@ -522,7 +482,7 @@ class Prompts {
         for (int64_t d = 0; d < call.value_size; d += lanes) {
             Vec<C> some[lanes];
             each<lanes>([&](auto i) ALWAYS_INLINE {
-                some[i] = d + i < values ? load(from + (d + i) * apart) * factor : Vec<C>{};
+                some[i] = d + i < values ? load(from + (d + i) * apart) * factor + Vec<C>{} : Vec<C>{};
             });
             turn(some);
             for (int64_t lane = 0; lane < count; lane++) {

@@ -293,8 +293,9 @@ void prepared_together(const Linear* const* calls, int64_t count) {
 // and rows its columns. The sums of 32 inputs each are added up in their order.
 class Tiled {
     static constexpr int OUTPUTS_OF_TASK = 64, INPUTS = 32, ROWS = 4 * TILE_ROWS;
-    const Prepared<bfloat16>& call;  // of 64 rows at a time [in_features / 32, tiles, 16, rows of a tile, 2]
-    const int64_t columns;           // of a tile
+    // Its input, of 64 rows at a time [in_features / 32, tiles, 16, rows of a tile, 2], zeros where there is none.
+    const Prepared<bfloat16>& call;
+    const int64_t columns;  // of a tile
 
    public:
     static bool fits(const Linear& call) { return has_tiles() && call.in_features % INPUTS == 0; }
@@ -333,7 +334,7 @@ class Tiled {
             const char* const input = call.input + first * call.input_row * int64_t(sizeof(bfloat16));
             const auto mask = __mmask16((1u << columns) - 1);
             uint32_t* own = reinterpret_cast<uint32_t*>(to) + block * pairs +
-                            (from * beside + (first - block) / TILE_ROWS * TILE_ROWS) * columns;
+                            (from * beside + first - block) * columns;
             for (int64_t pair = from; pair < std::min(from + share, pairs); pair += TILE_ROWS) {
                 Words some[TILE_ROWS] = {};
                 for (int64_t row = 0; row < there; row++)
