@@ -26,7 +26,7 @@ from jackfield_plugins.quantizer.activations import INT8_ERROR
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
 from jackfield_plugins.quantizer.gguf.native import (
     BLOCKS,
-    KERNEL,
+    KERNELS,
     Matrix,
     linear,
     native_linear,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from forking import Forks
 
 pytestmark = pytest.mark.skipif(
-    bool(KERNEL.cannot_build()), reason="needs a C++ compiler, on Linux"
+    bool(KERNELS["Q4_0"].cannot_build()), reason="needs a C++ compiler, on Linux"
 )
 DTYPES = (torch.bfloat16, torch.float32)
 #: How far a product may be from the exact one, as a share of its norm: rounding alone.
@@ -359,20 +359,19 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: F
 def test_products_run_together_give_the_same_bits(
     dtypes: tuple[torch.dtype, ...], count: int, int8: bool
 ) -> None:
-    """Of several kinds, with minima and without, of one value and of another one."""
+    """Of one kind, each in a call of its own: of one value and of another one."""
     torch.set_num_threads(2)
-    kinds = [*BLOCKS, "Q4_K", "Q6_K"]
     inputs = [torch.randn(count, 512).to(dtype) for dtype in dtypes]
     calls, outs, dues = [], [], []
-    for at, kind in enumerate(kinds):
-        packed, matrix, _ = matrix_of(kind, 70 + 300 * (at % 3), 512, seed=at)
-        hidden = inputs[at >= len(BLOCKS)]
+    for at, kind in enumerate(kind for kind in BLOCKS for _ in range(3)):
+        packed, matrix, _ = matrix_of(kind, 70 + 300 * (at % 2), 512, seed=at)
+        hidden = inputs[at % 3 == 2]
         dues.append(linear(hidden, packed, None, matrix, int8))
         outs.append(torch.full_like(dues[-1], 77))
         call = native_linear(outs[-1], hidden, packed, None, *matrix, int8)
         assert call is not None
         calls.append(Done(kind, call, sibling=at > 0))
-    (whole,) = joined(calls)
-    assert isinstance(whole, Done)
-    stretch_of([(whole.name, whole.call)])()
+    whole = joined(calls)
+    assert [done.name for done in whole] == list(BLOCKS)
+    stretch_of([(done.name, done.call) for done in whole])()
     assert all(map(torch.equal, outs, dues))

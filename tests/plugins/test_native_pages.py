@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jackfield_plugins.native import pages
-from jackfield_plugins.quantizer.gguf.native import KERNEL, Matrix, pack
+from jackfield_plugins.quantizer.gguf.native import KERNELS, Matrix, pack
 from jackfield_plugins.quantizer.groupwise.linear import GroupwiseLinear
 from jackfield_plugins.quantizer.groupwise.quantize import quantize
 from jackfield_plugins.quantizer.groupwise.torch_kernel import TorchProduct
@@ -88,7 +88,7 @@ def test_packed_weights_lie_in_large_pages() -> None:
     layer = GroupwiseLinear(256, 4096, False, TorchProduct())
     layer.set_weight(quantize(torch.randn(4096, 256)))
     packed = [layer.qweight, layer.scales]
-    if not KERNEL.cannot_build():
+    if not KERNELS["Q4_0"].cannot_build():
         packed.append(pack(torch.zeros(4096, 144, dtype=torch.uint8), Matrix("Q4_K", 4096, 256)))
     for weight in packed:
         assert "hg" in flags_at(weight.data_ptr()).split()

@@ -21,7 +21,7 @@ from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, JackfieldError, UsageError
 from jackfield.estimates.evaluation import evaluate
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
-from jackfield_plugins.quantizer.gguf.native import BLOCKS, KERNEL
+from jackfield_plugins.quantizer.gguf.native import BLOCKS, KERNELS
 
 pytest.importorskip("gguf", reason="needs jackfield[gguf]")
 from gguf_files import Type, export
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from command_line import Cli
 
 pytestmark = pytest.mark.skipif(
-    bool(KERNEL.cannot_build()), reason="needs a C++ compiler, on Linux"
+    bool(KERNELS["Q4_0"].cannot_build()), reason="needs a C++ compiler, on Linux"
 )
 QUESTION = [{"role": "user", "content": "Sort these numbers: 41 7 88 23"}]
 

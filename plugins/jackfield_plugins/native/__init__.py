@@ -23,11 +23,15 @@ Where = tuple[str | None, str | None]
 
 @dataclass(frozen=True, eq=False)
 class NativeKernel:
-    """`kernel.cpp` in `folder`, for the backend `name`; `instead` is what can be chosen without."""
+    """`kernel.cpp` in `folder`, for the backend `name`; `instead` is what can be chosen without.
+
+    `defines`: macros that it is compiled with, `NAME=TEXT`.
+    """
 
     name: str
     folder: Path
     instead: str
+    defines: tuple[str, ...] = ()
     _loaded: dict[Where, ctypes.CDLL] = field(default_factory=dict)
     _failures: dict[Where, str] = field(default_factory=dict)
 
@@ -86,7 +90,7 @@ class NativeKernel:
         command = compiler()
         if command is None:
             raise PlanError(f"{self.name} {self.cannot_build()[0]}")
-        return library(self.name, self.folder, command, self.instead)
+        return library(self.name, self.folder, command, self.instead, self.defines)
 
 
 def _where() -> Where:

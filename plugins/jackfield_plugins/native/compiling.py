@@ -46,8 +46,11 @@ def compiler() -> list[str] | None:
     return None
 
 
-def library(name: str, folder: Path, command: list[str], instead: str) -> ctypes.CDLL:
+def library(
+    name: str, folder: Path, command: list[str], instead: str, defines: tuple[str, ...] = ()
+) -> ctypes.CDLL:
     """The library made of `folder`'s kernel, from the cache or now. Raises CompilingError."""
+    command = [*command, *(f"-D{macro}" for macro in defines)]
     try:
         path = own_folder(cache_root()) / f"{name}-{key(folder, command)}.so"
     except KeepingError as error:

@@ -97,7 +97,7 @@ class Gguf(Quantizer):
         if not reasons and (getattr(options, "kernel", None) == "native" or rounds(options)):
             reasons = _why_unpacked(requirements, options)
             if not reasons and rounds(options):
-                return _why_not_rounded()
+                return _why_not_rounded(requirements)
         return reasons
 
     def relative_error(self, options: Any) -> float | None:
@@ -147,16 +147,21 @@ class Gguf(Quantizer):
         return f"in {module.matrix.kind}{rounded}"  # type: ignore[union-attr]
 
 
-def _why_not_rounded() -> list[str]:
+def _why_not_rounded(requirements: Requirements) -> list[str]:
     """Why there is no kernel that rounds activations; an empty list: there is one."""
-    from jackfield_plugins.quantizer.gguf.native import INT8_KERNEL
+    from jackfield_plugins.quantizer.gguf.native import INT8_KERNELS, cannot_load
 
-    return INT8_KERNEL.cannot_load()
+    return cannot_load(INT8_KERNELS, _kinds(requirements))
+
+
+def _kinds(requirements: Requirements) -> set[str]:
+    """The types of a file's tensors."""
+    return {kind for kind, *_ in (requirements.stored or {}).get("tensors", {}).values()}
 
 
 def _why_unpacked(requirements: Requirements, options: Any) -> list[str]:
     """Why blocks cannot be kept for this job; an empty list: they are."""
-    from jackfield_plugins.quantizer.gguf.native import KERNEL
+    from jackfield_plugins.quantizer.gguf.native import KERNELS, cannot_load
 
     if getattr(options, "kernel", None) == "none":
         return ["as kernel=none asks"]
@@ -164,7 +169,7 @@ def _why_unpacked(requirements: Requirements, options: Any) -> list[str]:
         return [f"keeps blocks on the CPU, not on {requirements.device}"]
     if requirements.dtype not in DTYPES:
         return [f"computes with blocks in bfloat16 or float32, not in {requirements.dtype}"]
-    return KERNEL.cannot_load()
+    return cannot_load(KERNELS, _kinds(requirements))
 
 
 @hookimpl

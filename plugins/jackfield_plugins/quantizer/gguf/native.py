@@ -7,7 +7,10 @@ one packed struct, and addresses are read anew each time, since a module can be 
 from __future__ import annotations
 
 import functools
+import os
 import struct
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +21,6 @@ from jackfield.errors import ExecutionError
 from jackfield_plugins.native import NativeKernel, pages
 from jackfield_plugins.native.arguments import unreadable
 
-KERNEL = NativeKernel("gguf", Path(__file__).parent, instead="quantization='gguf?kernel=none'")
-#: Products with activations that are rounded to 8 bits; compiled where they are asked for.
-INT8_KERNEL = NativeKernel(
-    "gguf-int8", Path(__file__).parent / "int8", instead="quantization='gguf?activations=dtype'"
-)
 UNIT = 64  # outputs that lie side by side
 
 _PACK_LINEAR = struct.Struct("@10q").pack  # the structs of kernel.cpp
@@ -54,6 +52,33 @@ BLOCKS = {
     "Q5_K": Blocks(13, 256, 176, 180),
     "Q6_K": Blocks(14, 256, 210, 210),
 }
+
+
+Kernels = Mapping[str, NativeKernel]
+
+
+def _kernels(name: str, folder: Path, instead: str) -> Kernels:
+    """One of each type: a file has two or three, and all together take minutes to compile."""
+    return {
+        kind: NativeKernel(f"{name}-{kind}", folder, instead, (f"TYPES=CASE({kind})",))
+        for kind in BLOCKS
+    }
+
+
+KERNELS = _kernels("gguf", Path(__file__).parent, "quantization='gguf?kernel=none'")
+#: Products with activations that are rounded to 8 bits; compiled where they are asked for.
+INT8_KERNELS = _kernels(
+    "gguf-int8", Path(__file__).parent / "int8", "quantization='gguf?activations=dtype'"
+)
+
+
+def cannot_load(kernels: Kernels, kinds: Iterable[str]) -> list[str]:
+    """Why those of some types cannot be had; what never was compiled is now, side by side."""
+    wanted = [kernel for kind, kernel in kernels.items() if kind in set(kinds)]
+    if not wanted:
+        return next(iter(kernels.values())).cannot_build()
+    with ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1)) as pool:
+        return next(filter(None, pool.map(NativeKernel.cannot_load, wanted)), [])
 
 
 class Matrix(NamedTuple):
@@ -95,7 +120,7 @@ def pack(blocks: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     packed = pages.zeros(matrix.nbytes)
     number = BLOCKS[matrix.kind].number
     call = (blocks.data_ptr(), packed.data_ptr(), matrix.in_features, matrix.out_features)
-    if not _function("gguf_pack")(_PACK_PACK(*call, number, _threads())):
+    if not _function(matrix.kind, "gguf_pack")(_PACK_PACK(*call, number, _threads())):
         raise ExecutionError(f"blocks of {matrix.kind} with a scale that is no finite number")
     return packed
 
@@ -117,7 +142,7 @@ def linear(
     out = hidden.new_empty((*hidden.shape[:-1], matrix.out_features))
     arguments = _of_linear(hidden, packed, bias, matrix, out)
     if out.numel():
-        (_int8_function if int8 else _function)(_NAMES[int8][0])(arguments)
+        (_int8_function if int8 else _function)(matrix.kind, _NAMES[int8][0])(arguments)
     return out
 
 
@@ -134,7 +159,8 @@ def native_linear(
         return None
     arguments = _of_linear(hidden, packed, bias, Matrix(*matrix), out)
     keeps = (hidden, packed, bias, out)
-    one, several = map(_int8_address if int8 else _address, _NAMES[int8])
+    address = _int8_address if int8 else _address
+    one, several = (address(matrix[0], name) for name in _NAMES[int8])
     return NativeCall(one, arguments, keeps, several, by_row=True)
 
 
@@ -183,7 +209,7 @@ def rows(
         index = index.contiguous()
     out = torch.empty(*index.shape, matrix.in_features, dtype=dtype)
     arguments = _of_rows(index, packed, matrix, out)
-    if out.numel() and not _function("gguf_rows")(arguments):
+    if out.numel() and not _function(matrix.kind, "gguf_rows")(arguments):
         low, high = (int(end) for end in index.aminmax())
         raise ExecutionError(f"gguf: row {low if low < 0 else high} of {matrix.out_features}")
     return out
@@ -198,7 +224,7 @@ def native_rows(
     if not (whole and out.numel()):
         return None
     arguments = _of_rows(index, packed, Matrix(*matrix), out)
-    return NativeCall(_address("gguf_rows"), arguments, (index, packed, out))
+    return NativeCall(_address(matrix[0], "gguf_rows"), arguments, (index, packed, out))
 
 
 def _of_rows(index: torch.Tensor, packed: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> bytes:
@@ -227,10 +253,16 @@ def _nbytes(matrix: Matrix) -> int:
     return matrix.nbytes
 
 
-_function = functools.cache(KERNEL.function)
-_address = functools.cache(KERNEL.address)
-_int8_function = functools.cache(INT8_KERNEL.function)
-_int8_address = functools.cache(INT8_KERNEL.address)
+def _function_of(kernels: Kernels) -> Callable[[str, str], Callable[[bytes], bool]]:
+    return functools.cache(lambda kind, name: kernels[kind].function(name))
+
+
+def _address_of(kernels: Kernels) -> Callable[[str, str], int]:
+    return functools.cache(lambda kind, name: kernels[kind].address(name))
+
+
+_function, _int8_function = _function_of(KERNELS), _function_of(INT8_KERNELS)
+_address, _int8_address = _address_of(KERNELS), _address_of(INT8_KERNELS)
 
 
 def _is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:
