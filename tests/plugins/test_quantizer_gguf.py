@@ -20,6 +20,7 @@ from jackfield.bridge.gguf_header import read_header
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, JackfieldError, UsageError
 from jackfield.estimates.evaluation import evaluate
+from jackfield_plugins.native import NativeKernel
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
 from jackfield_plugins.quantizer.gguf.native import BLOCKS, KERNELS
 
@@ -195,6 +196,24 @@ def refusal(path: Path, **selected: Any) -> str:
         jackfield.load(path, **selected)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("named", ["gguf?kernel=native", INT8])
+def test_kernels_of_the_types_of_a_file_are_compiled(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no others: each takes a compiler a quarter of a minute."""
+    asked: list[str] = []
+
+    def cannot_load(kernel: NativeKernel) -> list[str]:
+        asked.append(kernel.name)
+        return ["is broken"] if kernel.name.endswith("Q6_K") else []
+
+    path = export(model_of("llama"), tmp_path / "model.gguf", KINDS["mixed"])
+    monkeypatch.setattr(NativeKernel, "cannot_load", cannot_load)
+    assert "is broken" in refusal(path, quantization=named)
+    ours = {name for name in asked if name.startswith("gguf")}
+    assert {name.rpartition("-")[2] for name in ours} == {"Q4_K", "Q6_K"}
 
 
 def test_refusals(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import functools
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +77,15 @@ def cannot_load(kernels: Kernels, kinds: Iterable[str]) -> list[str]:
     wanted = [kernel for kind, kernel in kernels.items() if kind in set(kinds)]
     if not wanted:
         return next(iter(kernels.values())).cannot_build()
-    with ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1)) as pool:
-        return next(filter(None, pool.map(NativeKernel.cannot_load, wanted)), [])
+    beside = os.cpu_count() or 1
+    for at in range(0, len(wanted), beside):
+        # Daemons: who is interrupted need not wait for compilers.
+        threads = [Thread(target=one.cannot_load, daemon=True) for one in wanted[at : at + beside]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return next(filter(None, (kernel.cannot_load() for kernel in wanted)), [])
 
 
 class Matrix(NamedTuple):
