@@ -77,7 +77,8 @@ class CheckedNumbers:
         return float(value)
 
     def _refused(self, name: str, wanted: str, value: Any) -> SettingsError:
-        instead = f": {_MINUS_ONE[name]}" if value == -1 and name in _MINUS_ONE else ""
+        minus_one = isinstance(value, int) and value == -1
+        instead = f": {_MINUS_ONE[name]}" if minus_one and name in _MINUS_ONE else ""
         return SettingsError(
             f"{name} must be {wanted}, not {quoted(value)}{self._origin(name)}{instead}"
         )
