@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield import errors, paths, quieting
 from jackfield.hookspecs import hookimpl
-from jackfield.requests import other_engines
 
 if TYPE_CHECKING:
     __version__: str
@@ -77,7 +76,9 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     if name not in _HOMES:
-        raise other_engines.no_attribute("module 'jackfield'", name)
+        from jackfield.requests.other_engines import no_attribute
+
+        raise no_attribute("module 'jackfield'", name)
     paths.check_here()
     with quieting.quieted(*quieting.TORCHAO):  # torchao comes in with transformers
         try:
