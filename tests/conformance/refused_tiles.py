@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jackfield_plugins.native import compiling
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 #: Answers "operation not permitted" where a process asks for tiles.
 _REFUSING = """
@@ -26,12 +30,19 @@ extern "C" long syscall(long number, ...) {
 """
 
 
-def without_tiles(folder: Path) -> dict[str, str]:
-    """The environment of such a process; `folder` holds what is loaded before it."""
+def run_without_tiles(program: str, forks: Forks, folder: Path) -> None:
+    """Run `program`, which may import tests of plugins, in such a process.
+
+    `folder` holds what is loaded before it.
+    """
     command = compiling.compiler()
     assert command is not None
     source, library = folder / "refusing.cpp", folder / "refusing.so"
     source.write_text(_REFUSING)
     made = compiling.run([*command, "-shared", "-fPIC", str(source), "-o", str(library)])
     assert made.returncode == 0
-    return {**os.environ, "LD_PRELOAD": str(library)}
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "plugins")]
+    found = "import sys; sys.path += sys.argv[1:]\n"
+    environ = {**os.environ, "LD_PRELOAD": str(library)}
+    done = forks.python("-c", found + program, *folders, env=environ)
+    assert done.returncode == 0, done.stderr

@@ -427,3 +427,16 @@ def test_what_is_meant_by_minus_one(name: str, engine: jackfield.Engine) -> None
         engine.generate("Once", **{"do_sample": True, name: -1})
     with pytest.raises(SettingsError, match=rf"{name} must be at least \d, not -2$"):
         engine.generate("Once", **{"do_sample": True, name: -2})
+
+
+def test_a_property_of_an_engine_that_fails_says_its_own_error() -> None:
+    class Failing(jackfield.Engine):
+        def __init__(self) -> None:
+            pass
+
+        @property
+        def chat_format(self) -> Any:
+            raise AttributeError("a tokenizer without a template")
+
+    with pytest.raises(AttributeError, match="a tokenizer without a template"):
+        _ = Failing().chat_format

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from packed import layer_of, queries_of, reference, step_of
-from refused_tiles import without_tiles
+from refused_tiles import run_without_tiles
 
 from jackfield.contracts import PackedLayer, PageTables
 from jackfield.errors import ExecutionError
@@ -153,7 +153,6 @@ def test_a_zero_has_no_sign(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86 alone has tiles")
 def test_a_process_that_may_not_use_tiles(tmp_path: Path, forks: Forks) -> None:
     program = (
-        "import sys; sys.path += sys.argv[1:]\n"
         "import test_cpu_prompts as t\n"
         "t.test_a_zero_has_no_sign(t.torch.bfloat16)\n"
         "for size, group, window, block in "
@@ -162,9 +161,7 @@ def test_a_process_that_may_not_use_tiles(tmp_path: Path, forks: Forks) -> None:
         "        [(150, 30), (20, 200)], (2, group), (size, None), 16, window, t.torch.bfloat16,\n"
         "        0, 2, block)"
     )
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]
-    done = forks.python("-c", program, *folders, env=without_tiles(tmp_path))
-    assert done.returncode == 0, done.stderr
+    run_without_tiles(program, forks, tmp_path)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -457,7 +457,9 @@ class Engine:
 
     if not TYPE_CHECKING:  # who checks types is told by that
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that failed: its own error
+                return object.__getattribute__(self, name)
             raise no_attribute("'Engine' object", name)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -52,11 +52,12 @@ template <class T>
 struct Single {
     using C = typename Wide<T>::type;
     using Step = C;
-    static constexpr int width = 1;  // neighbours that a step has: numbers of a key, values of keys
+    static constexpr int width = 1;           // neighbours that a step has: numbers of a key, values of keys
     static constexpr int piece = 1;           // keys whose values are weighed at once
-    static constexpr int tall = 8, scored = 8;  // numbers of values that are; keys that are scored at once
+    static constexpr int tall = 8;            // numbers of values that are weighed at once
+    static constexpr int scored = 8;          // keys that are scored at once
     static constexpr bool tiles = false;
-    struct Ready {};  // what a thread needs while it computes
+    struct Ready {};                          // what a thread needs while it computes
     static constexpr bool whole = std::is_same<T, C>::value;  // values are steps as they lie
     static bool lies(int64_t) { return whole; }               // keys of this size are, too
     static int64_t steps(int64_t size) { return size; }       // of a key

@@ -54,8 +54,8 @@ class Prompts {
     static_assert(KEYS % A::piece == 0 && KEYS % A::scored == 0 && A::scored % TALL == 0);
 
     const PromptsCall& call;
-    const int64_t group, block;          // heads that share keys; tokens of a task
-    const int64_t steps, values, vectors;  // of a key, and of a value, filled up; of a task's lanes
+    const int64_t group, block;            // heads that share keys; tokens of a task
+    const int64_t steps, values, vectors;  // of a key and numbers of a value, filled up; of a task's lanes
     const bool keys_lie, values_lie;
     int64_t tasks = 0, products = 0;
     int64_t* before;  // tasks before those of each sequence
