@@ -36,7 +36,7 @@ READERS = {
     "plugins/jackfield_plugins/compiler/native/linears.py": "of tensors held to their graph",
     "plugins/jackfield_plugins/compiler/native/operators.py": "of tensors held to their graph",
     "plugins/jackfield_plugins/compiler/native/selecting.py": "of tensors held to their graph",
-    "plugins/jackfield_plugins/compiler/native/pointwise.py": "of tensors held to their graph",
+    "plugins/jackfield_plugins/compiler/native/laying.py": "of tensors held to their graph",
     "plugins/jackfield_plugins/compiler/native/program.py": "holds tensors to their graph",
     "plugins/jackfield_plugins/compiler/native/siblings.py": "hands over memory of its own",
     "plugins/jackfield_plugins/quantizer/groupwise/native.py": ("int4", "int8"),

@@ -7,6 +7,7 @@ file and read again without torch's own reader, which takes seconds.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,6 +96,23 @@ def refs(argument: Any) -> list[int]:
     if isinstance(argument, list | tuple):
         return [at for one in argument for at in refs(one)]
     return []
+
+
+def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
+    """The same node where values have other numbers; those that are not named keep theirs."""
+
+    def moved(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return Ref(numbers.get(argument.at, argument.at))
+        if isinstance(argument, Meta):
+            return argument
+        if isinstance(argument, dict):
+            return {name: moved(one) for name, one in argument.items()}
+        if isinstance(argument, list | tuple):
+            return [moved(one) for one in argument]
+        return argument
+
+    return node._replace(args=tuple(moved(node.args)), kwargs=moved(node.kwargs))
 
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)

@@ -1,6 +1,6 @@
 // A step as a list of calls, each of a function and of what it works on.
+#include "chain.h"
 #include "linear.h"
-#include "pointwise.h"
 #include "rows.h"
 #include "selecting.h"
 
@@ -78,10 +78,10 @@ int64_t run(const Instruction* first, int64_t count) {
 
 bool several(const Several* call) { return call->together(call->arguments, call->count); }
 
-bool pointwise(const Pointwise* call) {
-    if (call->computed == IN_WHOLE) pointwise<int64_t>(*call);
-    else if (call->computed == IN_DOUBLE) pointwise<double>(*call);
-    else pointwise<float>(*call);
+bool chain(const Chain* call) {
+    if (call->computed == IN_WHOLE) chained<int64_t>(*call);
+    else if (call->computed == IN_DOUBLE) chained<double>(*call);
+    else chained<float>(*call);
     return true;
 }
 

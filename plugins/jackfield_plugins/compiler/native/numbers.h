@@ -65,28 +65,32 @@ inline void typed(int64_t dtype, What what) {
 }
 
 // `count` numbers, `stride` of them apart, into `to`.
+template <class C, class T>
+inline void fetch(const T* at, int64_t stride, int64_t count, C* to) {
+    if (stride == 1)
+        for (int64_t i = 0; i < count; i++) to[i] = C(wide(at[i]));
+    else if (stride == 0)
+        std::fill_n(to, count, C(wide(*at)));
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = C(wide(at[i * stride]));
+}
+
+template <class C, class T>
+inline void put(const C* from, T* at, int64_t stride, int64_t count) {
+    if (stride == 1)
+        for (int64_t i = 0; i < count; i++) narrow(from[i], at[i]);
+    else
+        for (int64_t i = 0; i < count; i++) narrow(from[i], at[i * stride]);
+}
+
 template <class C>
 inline void fetch(int64_t dtype, const char* from, int64_t stride, int64_t count, C* to) {
-    typed(dtype, [&](auto* type) {
-        auto* at = reinterpret_cast<const std::remove_pointer_t<decltype(type)>*>(from);
-        if (stride == 1)
-            for (int64_t i = 0; i < count; i++) to[i] = C(wide(at[i]));
-        else if (stride == 0)
-            std::fill_n(to, count, C(wide(*at)));
-        else
-            for (int64_t i = 0; i < count; i++) to[i] = C(wide(at[i * stride]));
-    });
+    typed(dtype, [&](auto* type) { fetch(reinterpret_cast<decltype(type)>(const_cast<char*>(from)), stride, count, to); });
 }
 
 template <class C>
 inline void put(int64_t dtype, const C* from, char* to, int64_t stride, int64_t count) {
-    typed(dtype, [&](auto* type) {
-        auto* at = reinterpret_cast<decltype(type)>(to);
-        if (stride == 1)
-            for (int64_t i = 0; i < count; i++) narrow(from[i], at[i]);
-        else
-            for (int64_t i = 0; i < count; i++) narrow(from[i], at[i * stride]);
-    });
+    typed(dtype, [&](auto* type) { put(from, reinterpret_cast<decltype(type)>(to), stride, count); });
 }
 
 // e to the x. For float in a form that compilers turn into vectors: 2^n · 2^f, f in [-1/2, 1/2].

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from jackfield.contracts.native import NativeCall
+from jackfield_plugins.compiler.native.chains import FUSED, Chain
+from jackfield_plugins.compiler.native.laying import chained, joined
 from jackfield_plugins.compiler.native.linears import FLOATS, addmm, address, linear
-from jackfield_plugins.compiler.native.pointwise import DTYPES, joined, lowered, packed
+from jackfield_plugins.compiler.native.pointwise import DTYPES, step_of
 from jackfield_plugins.compiler.native.selecting import SELECTING
 
 _ROWS = struct.Struct("@12qd")
@@ -35,13 +37,11 @@ def native_calls(
         return [found] if isinstance(found, NativeCall) else found
     if not isinstance(out, torch.Tensor):
         return None
-    if (simple := lowered(target, tuple(args), kwargs)) is None:
+    if (found := step_of(target, tuple(args), kwargs, out)) is None:
         return None
-    operation, inputs, factor = simple
-    arguments = packed(operation, inputs, factor, out)
-    if arguments is None:
-        return None
-    return [NativeCall(address("pointwise"), arguments, (inputs, out))]
+    step, tensors, computed = found
+    call = chained(out, *tensors, chain=Chain((step,), (0,), computed))
+    return None if call is None else [call]
 
 
 def cleared(out: torch.Tensor) -> NativeCall:
@@ -181,6 +181,7 @@ def _matmul(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Nativ
 
 
 _OWN: dict[str, Callable[..., Any]] = {
+    FUSED: chained,
     "aten.linear.default": linear,
     "aten.addmm.default": addmm,
     "aten.embedding.default": _embedding,

@@ -1,32 +1,14 @@
-// Operations number by number, over strided tensors that were broadcast to one shape.
+// Operations number by number.
 #pragma once
 #include "numbers.h"
-#include "threads.h"
-
-constexpr int64_t DIMS = 6, INPUTS = 3, CHUNK = 512;
 
 // The order is that of OPERATIONS in pointwise.py.
 enum Operation : int64_t {
     COPY, NEG, ABS, RECIPROCAL, SQRT, RSQRT, EXP, LOG, SIN, COS, TANH, SIGMOID, SILU, GELU, GELU_TANH,
     RELU, SQUARE, LOGICAL_NOT, SOFTPLUS, FLOOR, ERF, EXPM1, LOG1P, ADD, SUB, MUL, DIV, POW, MAXIMUM, MINIMUM, EQ,
     NE, LT, LE, GT, GE, AND, OR, WHERE, CLAMP,
-    FLOOR_DIVIDE
-};
-
-enum Computed : int64_t { IN_FLOAT, IN_DOUBLE, IN_WHOLE };
-
-struct Input {
-    const char* at;  // none: `number` everywhere
-    int64_t dtype, stride[DIMS];
-    double number;  // where numbers are whole, the bits of an int64_t
-};
-
-struct Pointwise {
-    int64_t operation, computed, inputs, dims, threads, size[DIMS];
-    char* out;
-    int64_t dtype, stride[DIMS];
-    double factor;  // of ADD and SUB: of the second input; see `number`
-    Input input[INPUTS];
+    FLOOR_DIVIDE,
+    LOAD, STORE, NUMBER, SPREAD, FOLD_SUM, FOLD_MEAN, FOLD_MOST  // see chain.h
 };
 
 template <class C> inline C sigmoid(C x) {
@@ -51,14 +33,15 @@ template <class C> inline C gelu_tanh(C x) {
 }
 
 #define EACH(result) \
-    for (int64_t i = 0; i < count; i++) a[i] = C(result); \
+    for (int64_t i = 0; i < count; i++) to[i] = C(result); \
     break
 
-// a = operation(a, b, c)
+// to = operation(a, b, c), each elsewhere in memory; `factor` is that of b in ADD and SUB.
 template <class C>
-inline void apply(int64_t operation, C* a, const C* b, const C* c, int64_t count, C factor) {
+inline void apply(
+    int64_t operation, C* __restrict to, const C* a, const C* b, const C* c, int64_t count, C factor) {
     switch (operation) {
-        case COPY: break;
+        case COPY: EACH(a[i]);
         case NEG: EACH(-a[i]);
         case ABS: EACH(std::abs(a[i]));
         case RECIPROCAL: EACH(1 / a[i]);
@@ -102,11 +85,13 @@ inline void apply(int64_t operation, C* a, const C* b, const C* c, int64_t count
 }
 
 // The same of whole numbers, which go round at their ends, as torch's do.
-inline void apply(int64_t operation, int64_t* a, const int64_t* b, const int64_t* c, int64_t count, int64_t factor) {
+inline void apply(
+    int64_t operation, int64_t* __restrict to, const int64_t* a, const int64_t* b, const int64_t* c, int64_t count,
+    int64_t factor) {
     typedef int64_t C;
     typedef uint64_t U;
     switch (operation) {
-        case COPY: break;
+        case COPY: EACH(a[i]);
         case NEG: EACH(-U(a[i]));
         case ABS: EACH(a[i] < 0 ? -U(a[i]) : U(a[i]));
         case SQUARE: EACH(U(a[i]) * U(a[i]));
@@ -131,66 +116,3 @@ inline void apply(int64_t operation, int64_t* a, const int64_t* b, const int64_t
 }
 
 #undef EACH
-
-template <class C>
-inline C given(double number) {
-    if constexpr (std::is_same_v<C, int64_t>) return as<int64_t>(number);
-    else return C(number);
-}
-
-template <class C>
-inline void along_last(const Pointwise& call, char* out, const char* const* from) {
-    alignas(64) C buffers[INPUTS][CHUNK];
-    const int64_t last = call.dims - 1, size = call.size[last];
-    for (int64_t at = 0; at < size; at += CHUNK) {
-        const int64_t count = std::min(CHUNK, size - at);
-        for (int64_t n = 0; n < call.inputs; n++) {
-            const Input& input = call.input[n];
-            const int64_t stride = input.stride[last];
-            if (!input.at) std::fill_n(buffers[n], count, given<C>(input.number));
-            else fetch(input.dtype, from[n] + at * stride * size_of(input.dtype), stride, count, buffers[n]);
-        }
-        apply(call.operation, buffers[0], buffers[1], buffers[2], count, given<C>(call.factor));
-        const int64_t stride = call.stride[last];
-        put(call.dtype, buffers[0], out + at * stride * size_of(call.dtype), stride, count);
-    }
-}
-
-template <class C>
-inline void over_rows(const Pointwise& call, int64_t dim, char* out, const char* const* from) {
-    if (dim == call.dims - 1) return along_last<C>(call, out, from);
-    const char* at[INPUTS];
-    std::copy_n(from, INPUTS, at);
-    for (int64_t i = 0; i < call.size[dim]; i++) {
-        over_rows<C>(call, dim + 1, out, at);
-        out += call.stride[dim] * size_of(call.dtype);
-        for (int64_t n = 0; n < call.inputs; n++)
-            at[n] += call.input[n].stride[dim] * size_of(call.input[n].dtype);
-    }
-}
-
-// All of it, or a part on each of several threads: rows, or chunks where there is one row.
-template <class C>
-inline void pointwise(const Pointwise& call) {
-    constexpr int64_t worth = 1 << 14;  // numbers that pay for waking a further thread
-    const int64_t unit = call.dims == 1 ? CHUNK : 1, units = (call.size[0] + unit - 1) / unit;
-    int64_t numbers = 1;
-    for (int64_t d = 0; d < call.dims; d++) numbers *= call.size[d];
-    const int64_t parts = std::min({call.threads, units, numbers / worth});
-    if (parts <= 1) {  // most calls of a step, which has hundreds
-        const char* from[INPUTS];
-        for (int64_t n = 0; n < INPUTS; n++) from[n] = call.input[n].at;
-        return over_rows<C>(call, 0, call.out, from);
-    }
-    Tasks(parts, parts, [&](int64_t at) {
-        const int64_t begin = units * at / parts * unit;
-        Pointwise part = call;
-        part.size[0] = std::min(units * (at + 1) / parts * unit, call.size[0]) - begin;
-        const char* from[INPUTS];
-        for (int64_t n = 0; n < INPUTS; n++) {
-            const Input& input = call.input[n];
-            from[n] = input.at ? input.at + begin * input.stride[0] * size_of(input.dtype) : nullptr;
-        }
-        over_rows<C>(part, 0, call.out + begin * call.stride[0] * size_of(call.dtype), from);
-    });
-}

@@ -1,11 +1,13 @@
-"""Operators that work number by number, as calls of the kernel's `pointwise`."""
+"""Operators that work number by number, as steps of a chain."""
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
+
+from jackfield_plugins.compiler.native.chains import Given, Step
+from jackfield_plugins.compiler.native.graph import meta_of
 
 #: The kernel's numbers for dtypes, in the order of `Dtype`.
 DTYPES = {
@@ -28,14 +30,10 @@ OPERATIONS = {
             "floor", "erf", "expm1", "log1p", "add", "sub", "mul", "div", "pow", "maximum",
             "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "where", "clamp",
             "floor_divide",
+            "load", "store", "number", "spread", "fold_sum", "fold_mean", "fold_most",
         )
     )
 }  # fmt: skip
-
-_DIMS, _INPUTS = 6, 3
-_HEAD = struct.Struct(f"@5q{_DIMS}q")
-_OUT = struct.Struct(f"@2q{_DIMS}q8s")
-_INPUT = struct.Struct(f"@2q{_DIMS}q8s")
 
 _UNARY = {
     f"aten.{name}.default": name
@@ -106,41 +104,29 @@ def _bounds(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return args[0], -float("inf") if low is None else low, float("inf") if high is None else high
 
 
-def packed(
-    operation: str, inputs: tuple[Any, ...], factor: float, out: torch.Tensor
-) -> bytes | None:
-    """`struct Pointwise` of a call; None: the kernel has no such dtype, or too many dimensions."""
+def step_of(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """(`Step`, its tensors, what its numbers are computed in) of a call of the operator `target`.
+
+    Tensors, also `out`, may be without data. None: it is no such operator, or the kernel has no
+    such dtype.
+    """
+    if (simple := lowered(target, args, kwargs)) is None:
+        return None
+    operation, inputs, factor = simple
     tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
     if not tensors or any(t.dtype not in DTYPES for t in (*tensors, out)):
         return None
     computed = _computed(operation, inputs, tensors, out)
     if computed is None:
         return None
-    columns = [list(out.stride())]
-    columns += [
-        list(one.expand(out.shape).stride()) for one in inputs if isinstance(one, torch.Tensor)
-    ]
-    size, (out_stride, *strides) = joined(list(out.shape), columns)
-    if len(size) > _DIMS:
-        return None
-    fill = [0] * (_DIMS - len(size))
-    number, threads = _whole if computed == _IN_WHOLE else _real, torch.get_num_threads()
-    whole = [
-        _HEAD.pack(OPERATIONS[operation], computed, len(inputs), len(size), threads, *size, *fill),
-        _OUT.pack(out.data_ptr(), DTYPES[out.dtype], *out_stride, *fill, number(factor)),
-    ]
-    for one in inputs:
-        if isinstance(one, torch.Tensor):
-            where = one.data_ptr(), DTYPES[one.dtype], *strides.pop(0), *fill
-            whole.append(_INPUT.pack(*where, bytes(8)))
-        else:
-            told = _rounded(one, tensors[0].dtype) if operation in _COMPARED else one
-            whole.append(_INPUT.pack(0, 0, *[0] * _DIMS, number(told)))
-    whole += [_INPUT.pack(0, 0, *[0] * _DIMS, bytes(8))] * (_INPUTS - len(inputs))
-    return b"".join(whole)
+    if operation in _COMPARED:
+        inputs = tuple(_rounded(one, tensors[0].dtype) for one in inputs)
+    numbered = iter(range(len(tensors)))
+    read = tuple(Given(next(numbered)) if isinstance(o, torch.Tensor) else o for o in inputs)
+    return Step(operation, read, factor, meta_of(out)), tensors, computed
 
 
-_IN_FLOAT, _IN_DOUBLE, _IN_WHOLE = range(3)  # in the order of `Computed`
+IN_FLOAT, IN_DOUBLE, IN_WHOLE = range(3)  # in the order of `Computed`
 _INTEGERS = (torch.int64, torch.int32)
 _COMPARED = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _LOGICAL = frozenset({"logical_not", "and", "or"})
@@ -161,54 +147,28 @@ def _computed(
     whole = not any(dtype.is_floating_point for dtype in dtypes)
     exact = all(isinstance(one, int | torch.Tensor) or abs(one) == float("inf") for one in inputs)
     if whole and operation in _LOGICAL | {"copy"}:
-        return _IN_WHOLE
+        return IN_WHOLE
     if whole and exact and not out.dtype.is_floating_point:
-        return _IN_WHOLE if operation in _OF_WHOLE | _COMPARED else None
+        return IN_WHOLE if operation in _OF_WHOLE | _COMPARED else None
     if operation == "floor_divide":
         return None  # of real numbers
     mixed = len(dtypes) > 1
     if operation in _COMPARED:
         if mixed and (not dtypes.isdisjoint(_INTEGERS) or any(t.dim() == 0 for t in tensors)):
             return None  # one is rounded to the other's dtype first
-        return _IN_DOUBLE if torch.result_type(*inputs) is torch.float64 else _IN_FLOAT
+        return IN_DOUBLE if torch.result_type(*inputs) is torch.float64 else IN_FLOAT
     if operation in _LOGICAL:
-        return _IN_DOUBLE
+        return IN_DOUBLE
     if operation != "copy":
         if not out.dtype.is_floating_point:
             return None
         if out.dtype.itemsize == 2 and not dtypes.isdisjoint(_INTEGERS):
             return None  # whole numbers are rounded first
-    return _IN_FLOAT if out.dtype.is_floating_point and out.dtype.itemsize < 8 else _IN_DOUBLE
+    return IN_FLOAT if out.dtype.is_floating_point and out.dtype.itemsize < 8 else IN_DOUBLE
 
 
-def _real(number: float) -> bytes:
-    return struct.pack("@d", number)
-
-
-def _whole(number: float) -> bytes:
-    """Infinities are the ends of what there is."""
-    ends = {float("inf"): 2**63 - 1, -float("inf"): -(2**63)}
-    return struct.pack("@q", ends[number] if number in ends else int(number))
-
-
-def _rounded(number: float, dtype: torch.dtype) -> float:
+def _rounded(number: Any, dtype: torch.dtype) -> Any:
     """What a number is beside tensors of this dtype, which it is compared with."""
+    if isinstance(number, torch.Tensor):
+        return number
     return torch.tensor(number, dtype=dtype).item() if dtype.is_floating_point else number
-
-
-def joined(size: list[int], columns: list[list[int]]) -> tuple[list[int], list[list[int]]]:
-    """The same numbers in fewer dimensions: those of one are left out, regular neighbours are one.
-
-    `columns` are strides of tensors of this size.
-    """
-    kept: list[tuple[int, list[int]]] = []
-    for d, n in enumerate(size):
-        strides = [column[d] for column in columns]
-        if n == 1:
-            continue
-        if kept and all(a == n * b for a, b in zip(kept[-1][1], strides, strict=True)):
-            kept[-1] = (kept[-1][0] * n, strides)
-        else:
-            kept.append((n, strides))
-    kept = kept or [(1, [0] * len(columns))]
-    return [n for n, _ in kept], [[s[at] for _, s in kept] for at in range(len(columns))]

@@ -19,6 +19,7 @@ from jackfield_plugins.compiler.native.calls import (
     Whole,
 )
 from jackfield_plugins.compiler.native.entering import entered, operator
+from jackfield_plugins.compiler.native.fusing import fused
 from jackfield_plugins.compiler.native.graph import Graph, Node, Ref, meta_of
 from jackfield_plugins.compiler.native.head import Head
 from jackfield_plugins.compiler.native.joining import copies
@@ -56,6 +57,7 @@ class Program:
         self.python: Counter[str] = Counter()
         self.steps = self.attended_in_python = 0  # that decode, so far
         self._native = offered.operators
+        graph = fused(graph, self._native)
         graph, self._siblings = side_by_side(graph, LINEARS | self._native.keys())
         self._places = Places(graph)
         size = (graph.rows, graph.width)

@@ -39,20 +39,23 @@ inline C total(const T* x, int64_t size, C middle, bool squares) {
 }
 
 template <class C, class T>
+inline C folded(int64_t operation, const T* x, int64_t size) {
+    if (operation != MOST) {
+        const C found = total<C>(x, size, C(0), false);
+        return operation == MEAN ? found / size : found;
+    }
+    C found = -INFINITY;
+    for (int64_t i = 0; i < size; i++) {
+        const C value = C(wide(x[i]));
+        found = value > found || value != value ? value : found;
+    }
+    return found;
+}
+
+template <class C, class T>
 inline void fold(const Rows& call) {
     for (int64_t row = 0; row < call.groups * call.rows; row++) {
-        const T* x = row_of<T>(call, row);
-        C found;
-        if (call.operation == MOST) {
-            found = -INFINITY;
-            for (int64_t i = 0; i < call.size; i++) {
-                const C value = C(wide(x[i]));
-                found = value > found || value != value ? value : found;
-            }
-        } else {
-            found = total<C>(x, call.size, C(0), false);
-            if (call.operation == MEAN) found /= call.size;
-        }
+        const C found = folded<C>(call.operation, row_of<T>(call, row), call.size);
         put(call.out_dtype, &found, call.out + row * size_of(call.out_dtype), 1, 1);
     }
 }

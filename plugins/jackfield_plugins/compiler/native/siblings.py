@@ -15,7 +15,7 @@ from typing import Any
 
 from jackfield.contracts import NativeCall
 from jackfield_plugins.compiler.native.calls import Call, Done
-from jackfield_plugins.compiler.native.graph import Graph, Meta, Node, Ref, refs
+from jackfield_plugins.compiler.native.graph import Graph, Meta, refs, renumbered
 from jackfield_plugins.compiler.native.linears import address
 
 LINEARS = frozenset({"aten.linear.default", "aten.addmm.default"})
@@ -33,12 +33,12 @@ def side_by_side(graph: Graph, targets: Container[str]) -> tuple[Graph, frozense
     order: list[int] = []
     for at in range(len(graph.nodes)):
         order += families.get(at, [])
-    renumbered = {old + first: new + first for new, old in enumerate(order)}
-    nodes = [_moved(graph.nodes[at], renumbered) for at in order]
+    numbers = {old + first: new + first for new, old in enumerate(order)}
+    nodes = [renumbered(graph.nodes[at], numbers) for at in order]
     behind = (at for family in families.values() for at in family[1:])
-    output = renumbered.get(graph.output, graph.output)
+    output = numbers.get(graph.output, graph.output)
     return replace(graph, nodes=nodes, output=output), frozenset(
-        renumbered[at + first] for at in behind
+        numbers[at + first] for at in behind
     )
 
 
@@ -57,21 +57,6 @@ def _families(graph: Graph, targets: Container[str]) -> dict[int, list[int]]:
             head = heads.setdefault((node.target, made.pop()), at)
         families.setdefault(head, []).append(at)
     return families
-
-
-def _moved(node: Node, renumbered: dict[int, int]) -> Node:
-    def moved(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return Ref(renumbered.get(argument.at, argument.at))
-        if isinstance(argument, Meta):
-            return argument
-        if isinstance(argument, dict):
-            return {name: moved(one) for name, one in argument.items()}
-        if isinstance(argument, list | tuple):
-            return [moved(one) for one in argument]
-        return argument
-
-    return node._replace(args=tuple(moved(node.args)), kwargs=moved(node.kwargs))
 
 
 def joined(calls: Sequence[Call]) -> list[Call]:
