@@ -205,7 +205,7 @@ class _Layout:
     def _places(self, widths: Sequence[int]) -> tuple[list[int], int]:
         """Where each value lies in the buffer, and how large that is.
 
-        A value's place is another's once it was read last; values that stay for all rows share none.
+        A value's place is another's once it was read last; those that stay for all rows share none.
         """
         last = {value: at for at, do in enumerate(self._do) for value in (do.to, *do.inputs)}
         places, end = [-1] * len(widths), 0
