@@ -65,7 +65,7 @@ def adapters(model: Any, compiler: str) -> Said:
 
 #: By `native`, or by the cache `paged`.
 REFUSED = {
-    "falcon-alibi", "llama4", "lfm2", "qwen3-next", "diffllama", "gemma3n", "hrm-text", "bloom",
+    "falcon-alibi", "llama4", "lfm2", "qwen3-next", "diffllama", "hrm-text", "bloom",
 }  # fmt: skip
 WAYS: tuple[Callable[..., Said], ...] = (joins, evictions, drafts, beams, structures, adapters)
 

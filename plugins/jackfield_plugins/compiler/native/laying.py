@@ -18,7 +18,7 @@ from jackfield_plugins.compiler.native.pointwise import DTYPES, IN_WHOLE, OPERAT
 
 DIMS, _INPUTS = 6, 3
 _CHUNK = 512  # numbers that an operation works on at a time where none needs a whole row
-_LINE = 16  # numbers; places in the buffer are multiples of it
+_LINE = 16  # numbers; places in the buffer are multiples of it: some operations write vectors
 _HEAD = struct.Struct(f"@{9 + DIMS}q")  # `struct Chain` in chain.h
 _STEP = struct.Struct(f"@{9 + _INPUTS + DIMS}q8s")  # `struct Step`
 _FEWER = (torch.bfloat16, torch.float16, torch.bool)  # hold less than what is computed in

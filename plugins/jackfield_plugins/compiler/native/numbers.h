@@ -110,3 +110,25 @@ inline float exponential(float x) {
     const float found = p * as<float>((half + 127) << 23) * as<float>((whole - half + 127) << 23);
     return x == x ? found : x;
 }
+
+// The same of many, with the same bits.
+inline Vec<float> exponential(Vec<float> x) {
+    const Vec<float> low = Vec<float>{} - 105.0f, high = Vec<float>{} + 90.0f;
+    x = x < low ? low : x;  // in this order what is no number stays so
+    x = x > high ? high : x;
+    const Vec<float> n = (x * 1.44269504f + 0x1.8p23f) - 0x1.8p23f;
+    Vec<float> f = x - n * 0.693359375f;
+    f += n * 2.12194440e-4f;
+    Vec<float> p = f * 1.9841270e-4f + 1.3888889e-3f;
+    p = p * f + 8.3333333e-3f;
+    p = p * f + 4.1666667e-2f;
+    p = p * f + 0.16666667f;
+    p = p * f + 0.5f;
+    p = p * f * f + f + 1.0f;
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(p, n);
+#else
+    const Integers whole = __builtin_convertvector(x == x ? n : low, Integers), half = whole >> 1;
+    return p * as<Vec<float>>((half + 127) << 23) * as<Vec<float>>((whole - half + 127) << 23);
+#endif
+}

@@ -15,6 +15,10 @@ template <class C> inline C sigmoid(C x) {
     const C e = exponential(-std::abs(x)), part = 1 / (1 + e);
     return x < 0 ? e * part : part;
 }
+inline Vec<float> sigmoid(Vec<float> x) {
+    const Vec<float> e = exponential(x < 0 ? x : -x), part = 1 / (1 + e);
+    return x < 0 ? e * part : part;
+}
 inline double tangent(double x) { return std::tanh(x); }
 inline float tangent(float x) {
     const float e = exponential(-2 * std::abs(x)), large = std::copysign((1 - e) / (1 + e), x);
@@ -36,10 +40,25 @@ template <class C> inline C gelu_tanh(C x) {
     for (int64_t i = 0; i < count; i++) to[i] = C(result); \
     break
 
+// Operations whose loops compilers make half as fast; whether it was one. What lies behind the last number, up to a
+// whole vector, is read and overwritten.
+inline bool in_vectors(int64_t operation, float* __restrict to, const float* a, int64_t count) {
+    auto each_vector = [&](auto what) {
+        for (int64_t i = 0; i < count; i += Vector<float>::lanes) store(what(load(a + i)), to + i);
+        return true;
+    };
+    if (operation == EXP) return each_vector([](Vec<float> x) { return exponential(x); });
+    if (operation == SIGMOID) return each_vector([](Vec<float> x) { return sigmoid(x); });
+    if (operation == SILU) return each_vector([](Vec<float> x) { return x * sigmoid(x); });
+    return false;
+}
+
 // to = operation(a, b, c), each elsewhere in memory; `factor` is that of b in ADD and SUB.
 template <class C>
 inline void apply(
     int64_t operation, C* __restrict to, const C* a, const C* b, const C* c, int64_t count, C factor) {
+    if constexpr (std::is_same_v<C, float>)
+        if (in_vectors(operation, to, a, count)) return;
     switch (operation) {
         case COPY: EACH(a[i]);
         case NEG: EACH(-a[i]);
