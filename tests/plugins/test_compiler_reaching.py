@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from families import FAMILIES, build
+from torch import nn
+from torch._dynamo import mutation_guard
 
 import jackfield
 from jackfield_plugins.compiler.holding import _STEPS, Held
@@ -189,6 +191,23 @@ def test_a_family_has_one_key_whatever_ran_before(family: str) -> None:
     with jackfield.load(model) as engine:
         engine.generate([5, 6, 7], max_new_tokens=2)
     assert kept._key_of(model) == before is not None
+
+
+def test_what_torch_compile_puts_in_torch_when_it_first_runs_is_no_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first graph would be made twice, and graphs on disk would have another key after it."""
+    model = build("llama")
+    before, held, closely = kept._key_of(model), Held(model), Held(model, closely=True)
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(nn.Module, name, getattr(nn.Module, name))  # put back in the end
+    usual = nn.Module.__init__
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    mutation_guard.install_generation_tagging_init()
+    assert nn.Module.__init__ is not usual
+    assert held.is_structure()
+    assert closely.is_structure()
+    assert kept._key_of(model) == before
 
 
 def test_our_own_sources_count(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ _SPACES: dict[str, Mapping[str, Any]] = {
     "torch.nn.functional": vars(F),
     "torch.Tensor": vars(torch.Tensor),
 }
+#: No step calls these, since it makes no modules; torch.compile puts its own there when it first
+#: runs.
+_MAKING = frozenset({"__init__", "__setstate__"})
 _CALLED = ("__call__", "__getattr__", "forward")
 _WRAPPERS = (staticmethod, classmethod, property)
 
@@ -40,8 +43,9 @@ def torch_code(classes: Iterable[type], names: Iterable[str]) -> Iterator[Place]
     bases = {base for cls in classes for base in cls.__mro__ if issubclass(base, nn.Module)}
     own = (base for base in bases if is_torch(base.__module__))
     spaces = _SPACES | {f"{base.__module__}.{base.__qualname__}": vars(base) for base in own}
-    wanted, known = {*names, *_CALLED}, {"__init__"}  # no step makes modules
-    while new := wanted - known:
+    wanted: set[str] = {*names, *_CALLED}
+    known: set[str] = set()
+    while new := wanted - known - _MAKING:
         known |= new
         for space in spaces.values():
             for name in new & space.keys():
