@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,15 @@ WRONG = [
 @pytest.mark.parametrize(("flags", "text"), WRONG, ids=[flags for flags, _ in WRONG])
 def test_a_mistake_is_one_line(cli: Cli, flags: str, text: str) -> None:
     cli("bench", *flags.split()).assert_failed(2, text)
+
+
+def test_a_rival_that_is_not_installed_is_missed_before_anything_is_measured(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    done = cli("bench", "--rival", "llama.cpp")
+    assert (done.code, done.out) == (2, "")
+    assert "llama.cpp is not here; pip install llama-cpp-python, or drop this rival" in done.err
 
 
 @pytest.mark.parametrize("name", ["run", "compare", "serve"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -115,11 +116,15 @@ def of_file(path: Path, common: Mapping[str, Any]) -> list[Contender]:
 
 
 def rival(name: str, common: Mapping[str, Any]) -> Contender:
-    """Another program on the same weights. Raises UsageError where there is none of that name."""
+    """Another program on the same weights. Raises UsageError for one that is not there."""
     if name not in RIVALS:
         raise UsageError(
             f"there is no rival {name!r} (there are {', '.join(RIVALS)}){nearest(name, RIVALS)}"
         )
+    if (
+        name == "llama.cpp" and importlib.util.find_spec("llama_cpp") is None
+    ):  # before minutes are spent
+        raise UsageError("llama.cpp is not here; pip install llama-cpp-python, or drop this rival")
     return Contender(name, dict(common), program=name)
 
 
