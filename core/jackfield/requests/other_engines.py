@@ -67,11 +67,14 @@ _LOADING: Mapping[str, str] = {
     "give a tokenizer with it: tokenizer=…": "chat_format tokenizer_mode",
     _CONFIG: "rope_freq_base rope_freq_scale rope_scaling rope_theta hf_overrides override_kv",
     _ALWAYS: "enable_chunked_prefill use_mmap use_v2_block_manager fast_inference",
-    "texts are made here, and nothing else": "runner embedding_only",
+    "texts are made here, and nothing else": "runner embedding_only embedding embeddings",
     "images of a chat are read up to what the context holds; drop it": "limit_mm_per_prompt "
     "mm_processor_kwargs",
     "an adapter may have any rank; drop it": "max_lora_rank",
-    _NONE: "use_mlock served_model_name disable_log_stats disable_log_requests load_format "
+    "a model stays until its engine is closed; drop it": "keep_alive",
+    "set HF_TOKEN=… in the environment, or run `hf auth login`": "hf_token",
+    "images are read by models in transformers' form, not by a GGUF file": "mmproj clip_model_path",
+    _NONE: "use_mlock numa served_model_name disable_log_stats disable_log_requests load_format "
     "max_seq_len_to_capture guided_decoding_backend logits_all quantization_param_path",
 }
 
@@ -111,6 +114,10 @@ _REQUESTS: Mapping[str, str] = {
     "the context is the model's; drop it": "num_ctx n_ctx",
     "beginnings of prompts are found in the cache; cache_salt parts them": "cache_prompt",
     "write progress=True": "use_tqdm",
+    "write a message of its own: [{'role': 'system', 'content': …}, …]": "system system_prompt",
+    "a list of messages is a chat, and may hold images": "images messages",
+    "a text is taken as it is, a list of messages is a chat; drop it": "raw template",
+    "what a chat template reads, enable_thinking for instance, is an argument": "think",
     "a logits_processor of your own can do it": "mirostat mirostat_mode mirostat_tau mirostat_eta "
     "tfs_z tfs dynatemp_range dynatemp_exponent xtc_probability xtc_threshold dry_multiplier "
     "dry_base dry_allowed_length dry_penalty_last_n top_n_sigma top_a min_keep penalize_nl "
@@ -138,6 +145,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "quantizer": {
+        "awq": "transformers' or 'int4-cpu",
         "bnb": "bnb-4bit' or 'bnb-8bit",
         "eetq": "int8-cpu' or 'bnb-8bit",
         "fp8": "bnb-8bit' or 'torchao",
