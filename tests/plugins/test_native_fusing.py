@@ -80,7 +80,11 @@ def drawn(seed: int) -> Written:
     shapes = [(*(1,) * len(outer), width), (*outer, width), (*outer, 1), (*outer[:-1], 1, width)]
     shapes += [(*outer, width // 2), (width,)]
     tensors = [torch.randn(shape).to(chance.choice(DTYPES)) for shape in shapes]
-    graph = Written(*tensors, torch.randn(*outer[::-1], width).transpose(0, len(outer) - 1))
+    tensors.append(torch.randn(*outer[::-1], width).transpose(0, len(outer) - 1))
+    tensors.append(torch.randn(width).to(chance.choice(DTYPES)).expand(*outer, width))
+    tensors.append(torch.randn(*outer, 1).expand(*outer, width))
+    tensors.append(torch.randn(*outer, 2 * width + 3)[..., 3::2])
+    graph = Written(*tensors)
     while len(graph.nodes) < 24:
         grow(graph, chance)
     return graph
@@ -150,6 +154,21 @@ def test_chains_give_the_bits_of_operators_one_by_one(monkeypatch: pytest.Monkey
                 compared += 1
                 fewer += len(made._calls) < len(single._calls)
     assert fewer > compared // 2 > SEEDS // 2
+
+
+def test_each_row_is_written_where_all_are_the_same() -> None:
+    """What is made of one row that stands for many is computed once, and belongs in each."""
+    x = torch.randn(600).expand(40, 600)
+    one = Written(x)
+    one.add("silu.default", Ref(0))
+    one.add("mean.dim", Ref(1), [-1], True)
+    one.add("mul.Tensor", Ref(1), Ref(2))
+    one.add("clone.default", Ref(3))
+    made = program_of(one.graph(3), one)
+    made._places._memory.fill_(77)
+    found = made(IDS, IDS, None)
+    assert torch.equal(found, found[:1].expand(40, 600))
+    assert torch.allclose(found, one.values[4])
 
 
 def test_a_norm_is_one_call() -> None:

@@ -9,12 +9,12 @@ constexpr int64_t DIMS = 6, INPUTS = 3;
 
 enum Computed : int64_t { IN_FLOAT, IN_DOUBLE, IN_WHOLE };
 
-// One operation on `width` numbers of each row. Places are counted in numbers from the buffer's begin; there the rows of
-// what is made begin `pitch` after one another, and those of an input `width`.
+// One operation on `width` numbers of each row. Places are counted in numbers from the buffer's begin; rows of what is
+// made begin `pitch` after one another there, and those of an input `width`.
 struct Step {
     int64_t operation, width, pitch, to, from[INPUTS];
     int64_t rounded;  // the dtype of what is made, where others read it and it has fewer digits; or -1
-    int64_t once;     // it makes the same for each row
+    int64_t once;     // what it reads is the same for each row, of STORE also the place
     char* at;         // of LOAD and STORE: the tensor; the last stride is that along a row
     int64_t dtype, stride[DIMS + 1];
     double number;  // NUMBER; of ADD and SUB the second input's factor; where numbers are whole, the bits of an int64_t

@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
     @property
     def outer(self) -> tuple[int, ...]:
-        """How many rows, without dimensions that say nothing."""
+        """How many rows, without leading ones."""
         outer = self.out.shape[:-1]
         return outer[next((d for d, n in enumerate(outer) if n != 1), len(outer)) :]
 

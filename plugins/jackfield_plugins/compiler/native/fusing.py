@@ -15,11 +15,12 @@ import torch
 
 from jackfield_plugins.compiler.native.chains import FUSED, Chain, Given, Made, Step
 from jackfield_plugins.compiler.native.graph import Graph, Meta, Node, Ref, refs, renumbered
-from jackfield_plugins.compiler.native.laying import DIMS
+from jackfield_plugins.compiler.native.laying import CHUNK, DIMS
+from jackfield_plugins.compiler.native.operators import can_hold, rows_of
 from jackfield_plugins.compiler.native.pointwise import IN_FLOAT, step_of
 
 _MOST = 32  # steps of a chain
-_ROOM = 1 << 16  # numbers of whole rows that a chain may hold: a quarter of a MB of the stack
+_ROOM = 1 << 16  # numbers that a chain may hold: a quarter of a MB of the stack
 _FOLDS = {
     "aten.sum.dim_IntList": "fold_sum",
     "aten.mean.dim": "fold_mean",
@@ -86,12 +87,14 @@ class _Fusing:
         steps = [self._steps[at][0] for at in group]
         if len(steps) > _MOST or len({step.outer for step in steps} - {()}) > 1:
             return False
+        values = 2 * len(steps) + sum(len(step.inputs) for step in steps)  # at most
+        widest = CHUNK
         if Chain(tuple(steps), (), IN_FLOAT).by_row:
-            values = 2 * len(steps) + sum(len(step.inputs) for step in steps)  # at most
-            widths = [self._metas[one].shape[-1:] for at in group for one in self._steps[at][1]]
-            widest = max(*(step.width for step in steps), *(n for width in widths for n in width))
-            if values * widest > _ROOM:
-                return False
+            read = {one for at in group for one in self._steps[at][1]}
+            widths = [n for one in read for n in self._metas[one].shape[-1:]]
+            widest = max(CHUNK, *widths, *(step.width for step in steps))
+        if values * widest > _ROOM:
+            return False
         users = (user for at in group for user in self._users_of(at))
         return all(user in group or user > group[-1] for user in users)
 
@@ -123,7 +126,7 @@ class _Fusing:
         metas = [out, *(self._metas[value] for value in read)]
         if not all(isinstance(meta, Meta) and 0 not in meta.shape for meta in metas):
             return None
-        if not 1 <= len(out.shape) <= DIMS + 1:
+        if not 1 <= len(out.shape) <= DIMS + 1:  # else there may be no call of the chain
             return None
         if node.target in _FOLDS:
             step = _fold(_FOLDS[node.target], out, metas[1], *node.args[1:], **node.kwargs)
@@ -161,9 +164,12 @@ def _fold(
     operation: str, out: Meta, x: Meta, dims: Any = None, keepdim: bool = False, **_: Any
 ) -> Step | None:
     along = [dims] if isinstance(dims, int) else dims
-    widened = out.dtype is torch.float32 and x.dtype in _FLOATS
-    rows = keepdim and out.shape == (*x.shape[:-1], 1) and along in ([-1], [len(x.shape) - 1])
-    if not rows or x.dtype not in _FLOATS or not (out.dtype is x.dtype or widened):
+    if not (keepdim and along in ([-1], [len(x.shape) - 1]) and out.shape == (*x.shape[:-1], 1)):
+        return None
+    # Of other rows torch makes the sum where the fold is alone, in another order.
+    if rows_of(_empty(x)) is None or not can_hold(_empty(out), _empty(x)):
+        return None
+    if x.dtype not in _FLOATS:
         return None
     return Step(operation, (Given(0),), 1.0, out)
 

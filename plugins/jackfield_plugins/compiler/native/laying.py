@@ -17,7 +17,7 @@ from jackfield_plugins.compiler.native.linears import address
 from jackfield_plugins.compiler.native.pointwise import DTYPES, IN_WHOLE, OPERATIONS
 
 DIMS, _INPUTS = 6, 3
-_CHUNK = 512  # numbers that an operation works on at a time where none needs a whole row
+CHUNK = 512  # numbers that an operation works on at a time where none needs a whole row
 _LINE = 16  # numbers; places in the buffer are multiples of it: some operations write vectors
 _HEAD = struct.Struct(f"@{9 + DIMS}q")  # `struct Chain` in chain.h
 _STEP = struct.Struct(f"@{9 + _INPUTS + DIMS}q8s")  # `struct Step`
@@ -67,7 +67,7 @@ class _Layout:
             self._made.append(value)
             if at in kept:
                 tensor = self._spread(self.outs[kept.index(at)], step.width)
-                once = self._are_once([value])
+                once = self._are_once([value]) and self._is_same(tensor)
                 self._do.append(_Do("store", step.width, -1, (value,), once=once, tensor=tensor))
         return self._struct()
 
@@ -145,7 +145,7 @@ class _Layout:
         return tensor.expand(*self.chain.outer, width)
 
     def _is_same(self, tensor: torch.Tensor) -> bool:
-        """Whether it is for each row. Without whole rows in the buffer, nothing stays there."""
+        """Whether it lies at one place for all rows. Unless whole rows are kept, nothing is."""
         outer = zip(self.chain.outer, tensor.stride(), strict=False)
         return self.chain.by_row and all(n == 1 or stride == 0 for n, stride in outer)
 
@@ -176,10 +176,10 @@ class _Layout:
             size, columns = joined([*self.chain.outer, width], columns)
             width, lasts = size.pop(), [column.pop() for column in columns]
             size, columns = size or [1], [column or [0] for column in columns]
-            chunk = min(width, _CHUNK)
+            chunk = min(width, CHUNK)
         if len(size) > DIMS:
             return None
-        block = max(1, min(_CHUNK // width, size[-1]))
+        block = max(1, min(CHUNK // width, size[-1]))
         widths = self._widths if by_row else [chunk] * len(self._widths)
         places, room = self._places([width * block for width in widths])
         fill = [0] * (DIMS - len(size))

@@ -85,7 +85,9 @@ inline void put(const C* from, T* at, int64_t stride, int64_t count) {
 
 template <class C>
 inline void fetch(int64_t dtype, const char* from, int64_t stride, int64_t count, C* to) {
-    typed(dtype, [&](auto* type) { fetch(reinterpret_cast<decltype(type)>(const_cast<char*>(from)), stride, count, to); });
+    typed(dtype, [&](auto* type) {
+        fetch(reinterpret_cast<const std::remove_pointer_t<decltype(type)>*>(from), stride, count, to);
+    });
 }
 
 template <class C>

@@ -81,7 +81,7 @@ def _indexed(out: torch.Tensor, table: torch.Tensor, indices: list[Any]) -> Nati
     return _gather(out, table, 0, indices[0])
 
 
-def _rows_of(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:
+def rows_of(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:
     """(groups, rows, size, stride of a group, of a row); None: too irregular for the kernel."""
     if not x.dim() or x.dtype not in FLOATS or (x.stride(-1) != 1 and x.shape[-1] != 1):
         return None
@@ -101,7 +101,7 @@ def _columns_of(x: torch.Tensor, dim: int) -> tuple[int, int, int, int, int] | N
     return math.prod(x.shape[:dim]), x.shape[dim], size, x.shape[dim] * size, size
 
 
-def _can_hold(out: torch.Tensor, x: torch.Tensor) -> bool:
+def can_hold(out: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether what is computed of rows `x` is rounded as `out` is due: torch casts `x` first."""
     widened = out.dtype is torch.float32 and x.dtype.itemsize == 2
     return out.is_contiguous() and (out.dtype is x.dtype or widened)
@@ -115,8 +115,8 @@ def _folds(operation: int) -> Callable[..., NativeCall | None]:
         if not dims or not x.dim() or len(dims) != 1:
             return None
         dim = dims[0] % x.dim()
-        found = _rows_of(x) if dim == x.dim() - 1 else _columns_of(x, dim)
-        if found is None or not _can_hold(out, x):
+        found = rows_of(x) if dim == x.dim() - 1 else _columns_of(x, dim)
+        if found is None or not can_hold(out, x):
             return None
         arguments = _ROWS.pack(
             operation, DTYPES[x.dtype], DTYPES[out.dtype], *found, x.data_ptr(), out.data_ptr(),
@@ -129,8 +129,8 @@ def _folds(operation: int) -> Callable[..., NativeCall | None]:
 
 
 def _softmax(out: torch.Tensor, x: torch.Tensor, dim: int, *_: Any, **__: Any) -> NativeCall | None:
-    found = _rows_of(x) if x.dim() and dim % x.dim() == x.dim() - 1 else None
-    if found is None or not _can_hold(out, x):
+    found = rows_of(x) if x.dim() and dim % x.dim() == x.dim() - 1 else None
+    if found is None or not can_hold(out, x):
         return None
     arguments = _ROWS.pack(
         0, DTYPES[x.dtype], DTYPES[out.dtype], *found, x.data_ptr(), out.data_ptr(), 0, 0, 0.0
@@ -147,7 +147,7 @@ def _layer_norm(
     epsilon: float = 1e-5,
     *_: Any,
 ) -> NativeCall | None:
-    found = _rows_of(x) if len(shape) == 1 else None
+    found = rows_of(x) if len(shape) == 1 else None
     dense = all(
         t is None or (t.dtype is x.dtype and list(t.shape) == shape and t.is_contiguous())
         for t in (weight, bias)
