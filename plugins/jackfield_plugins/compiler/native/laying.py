@@ -167,40 +167,52 @@ class _Layout:
         return struct.pack("@q", ends[number] if number in ends else int(number))
 
     def _struct(self) -> bytes | None:
-        by_row, width = self.chain.by_row, max(do.width for do in self._do)
-        columns = [list(do.tensor.stride()) for do in self._do if do.tensor is not None]
-        if by_row:
-            chunk, lasts = width, [column.pop() for column in columns]
-            size, columns = joined(list(self.chain.outer), columns)
-        else:
-            size, columns = joined([*self.chain.outer, width], columns)
-            width, lasts = size.pop(), [column.pop() for column in columns]
-            size, columns = size or [1], [column or [0] for column in columns]
-            chunk = min(width, CHUNK)
+        size, strides, width, chunk = self._rows()
         if len(size) > DIMS:
             return None
+        counts = [do.width if self.chain.by_row else chunk for do in self._do]
         block = max(1, min(CHUNK // width, size[-1]))
-        widths = self._widths if by_row else [chunk] * len(self._widths)
+        widths = self._widths if self.chain.by_row else [chunk] * len(self._widths)
         places, room = self._places([width * block for width in widths])
         fill = [0] * (DIMS - len(size))
-        work = prod(size) * sum(do.width if by_row else width for do in self._do)
-        head = _HEAD.pack(
+        work = prod(size) * sum(do.width if self.chain.by_row else width for do in self._do)
+        whole = _HEAD.pack(
             self.chain.computed, len(size), *size, *fill, width, chunk, block,
             torch.get_num_threads(), room, work, len(self._do),
         )  # fmt: skip
-        strides = ((*column, *fill, last) for column, last in zip(columns, lasts, strict=True))
-        whole = [head]
-        for do in self._do:
+        following = iter(strides)
+        for do, count in zip(self._do, counts, strict=True):
             to = (0, 0) if do.to < 0 else (widths[do.to], places[do.to] + do.at)
             inputs = [places[one] for one in do.inputs] + [0] * (_INPUTS - len(do.inputs))
-            where = (0, 0, *[0] * (DIMS + 1))
+            where = [0] * (DIMS + 3)
             if do.tensor is not None:
-                where = (do.tensor.data_ptr(), DTYPES[do.tensor.dtype], *next(strides))
-            operation, width = OPERATIONS[do.operation], do.width if by_row else chunk
-            whole.append(
-                _STEP.pack(operation, width, *to, *inputs, do.rounded, do.once, *where, do.number)
+                *outer, last = next(following)
+                where = [do.tensor.data_ptr(), DTYPES[do.tensor.dtype], *outer, *fill, last]
+            whole += _STEP.pack(
+                OPERATIONS[do.operation],
+                count,
+                *to,
+                *inputs,
+                do.rounded,
+                do.once,
+                *where,
+                do.number,
             )
-        return b"".join(whole)
+        return whole
+
+    def _rows(self) -> tuple[list[int], list[list[int]], int, int]:
+        """How many rows there are, at least in one dimension; the strides of the tensors, the last
+        along a row; how wide rows are, and how much of one is worked on at a time."""
+        outer, width = list(self.chain.outer), max(do.width for do in self._do)
+        columns = [list(do.tensor.stride()) for do in self._do if do.tensor is not None]
+        if self.chain.by_row:
+            size, regular = joined(outer, [column[:-1] for column in columns])
+            strides = [[*r, column[-1]] for r, column in zip(regular, columns, strict=True)]
+            return size, strides, width, width
+        (*size, width), strides = joined([*outer, width], columns)
+        if not size:
+            size, strides = [1], [[0, *one] for one in strides]
+        return size, strides, width, min(width, CHUNK)
 
     def _places(self, widths: Sequence[int]) -> tuple[list[int], int]:
         """Where each value lies in the buffer, and how large that is.
