@@ -121,9 +121,8 @@ def rival(name: str, common: Mapping[str, Any]) -> Contender:
         raise UsageError(
             f"there is no rival {name!r} (there are {', '.join(RIVALS)}){nearest(name, RIVALS)}"
         )
-    if (
-        name == "llama.cpp" and importlib.util.find_spec("llama_cpp") is None
-    ):  # before minutes are spent
+    # Told before ours was measured, which takes minutes.
+    if name == "llama.cpp" and importlib.util.find_spec("llama_cpp") is None:
         raise UsageError("llama.cpp is not here; pip install llama-cpp-python, or drop this rival")
     return Contender(name, dict(common), program=name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -51,6 +52,12 @@ class Step(NamedTuple):
         return outer[next((d for d, n in enumerate(outer) if n != 1), len(outer)) :]
 
 
+def by_row(steps: Sequence[Step]) -> bool:
+    """Whether whole rows have to lie in the buffer of a chain of these."""
+    alike = len({step.out.shape for step in steps}) == 1
+    return not alike or any(step.needs_rows for step in steps)
+
+
 @dataclass(eq=False)
 class Chain:
     """`steps` in their order; those of `kept` are the ones whose numbers are written to memory.
@@ -71,6 +78,4 @@ class Chain:
 
     @cached_property
     def by_row(self) -> bool:
-        """Whether whole rows have to lie in the buffer."""
-        alike = len({step.out.shape for step in self.steps}) == 1
-        return not alike or any(step.needs_rows for step in self.steps)
+        return by_row(self.steps)

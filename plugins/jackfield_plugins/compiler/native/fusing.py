@@ -1,19 +1,19 @@
 """Chains in a graph: what is computed number by number or along rows, a norm for instance, as one.
 
 Each operator by itself reads its numbers from memory, writes them there, and is a call; in a chain
-(see `chains.py`) they stay in the first cache. Every number is rounded as it would be and each
+(see `chains.py`) they stay in a core's caches. Every number is rounded as it would be and each
 operation is the same code, so results have the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from jackfield_plugins.compiler.native.chains import FUSED, Chain, Given, Made, Step
+from jackfield_plugins.compiler.native.chains import FUSED, Chain, Given, Made, Step, by_row
 from jackfield_plugins.compiler.native.graph import Graph, Meta, Node, Ref, refs, renumbered
 from jackfield_plugins.compiler.native.laying import CHUNK, DIMS
 from jackfield_plugins.compiler.native.operators import can_hold, rows_of
@@ -87,9 +87,10 @@ class _Fusing:
         steps = [self._steps[at][0] for at in group]
         if len(steps) > _MOST or len({step.outer for step in steps} - {()}) > 1:
             return False
-        values = 2 * len(steps) + sum(len(step.inputs) for step in steps)  # at most
+        # At most: what is read, what is made, and that as wide as a row.
+        values = 2 * len(steps) + sum(len(step.inputs) for step in steps)
         widest = CHUNK
-        if Chain(tuple(steps), (), IN_FLOAT).by_row:
+        if by_row(steps):
             read = {one for at in group for one in self._steps[at][1]}
             widths = [n for one in read for n in self._metas[one].shape[-1:]]
             widest = max(CHUNK, *widths, *(step.width for step in steps))
@@ -109,7 +110,8 @@ class _Fusing:
         given: list[int] = []
         steps = []
         for step, read in (self._steps[at] for at in group):
-            given += [v for v in read if v - self._first not in group and v not in given]
+            new = dict.fromkeys(v for v in read if v - self._first not in group)
+            given += [value for value in new if value not in given]
             known: dict[int, Any] = {value: Given(at) for at, value in enumerate(given)}
             known |= {self._first + node: Made(at) for at, node in enumerate(group)}
             inputs = (known[read[o.at]] if isinstance(o, Given) else o for o in step.inputs)
@@ -174,8 +176,7 @@ def _fold(
     return Step(operation, (Given(0),), 1.0, out)
 
 
-def _cat(out: Meta, parts: Iterable[Meta], dim: int = 0) -> Step | None:
-    parts = list(parts)
+def _cat(out: Meta, parts: Sequence[Any], dim: int = 0) -> Step | None:
     alike = all(part.dtype is out.dtype and len(part.shape) == len(out.shape) for part in parts)
     if dim not in (-1, len(out.shape) - 1) or out.dtype not in _FLOATS or not alike:
         return None

@@ -8,7 +8,7 @@ enum Operation : int64_t {
     RELU, SQUARE, LOGICAL_NOT, SOFTPLUS, FLOOR, ERF, EXPM1, LOG1P, ADD, SUB, MUL, DIV, POW, MAXIMUM, MINIMUM, EQ,
     NE, LT, LE, GT, GE, AND, OR, WHERE, CLAMP,
     FLOOR_DIVIDE,
-    LOAD, STORE, NUMBER, SPREAD, FOLD_SUM, FOLD_MEAN, FOLD_MOST  // see chain.h
+    LOAD, STORE, NUMBER, SPREAD, FOLD_SUM, FOLD_MEAN, FOLD_MOST  // chain.h has these, and COPY; folds as in `Fold`
 };
 
 template <class C> inline C sigmoid(C x) {
@@ -40,8 +40,8 @@ template <class C> inline C gelu_tanh(C x) {
     for (int64_t i = 0; i < count; i++) to[i] = C(result); \
     break
 
-// Operations whose loops compilers make half as fast; whether it was one. What lies behind the last number, up to a
-// whole vector, is read and overwritten.
+// Operations that are written in vectors, since what compilers make of their loops takes up to twice as long; whether
+// it was one. What lies behind the last number, up to a whole vector, is read and overwritten.
 inline bool in_vectors(int64_t operation, float* __restrict to, const float* a, int64_t count) {
     auto each_vector = [&](auto what) {
         for (int64_t i = 0; i < count; i += Vector<float>::lanes) store(what(load(a + i)), to + i);
@@ -60,7 +60,6 @@ inline void apply(
     if constexpr (std::is_same_v<C, float>)
         if (in_vectors(operation, to, a, count)) return;
     switch (operation) {
-        case COPY: EACH(a[i]);
         case NEG: EACH(-a[i]);
         case ABS: EACH(std::abs(a[i]));
         case RECIPROCAL: EACH(1 / a[i]);
@@ -110,7 +109,6 @@ inline void apply(
     typedef int64_t C;
     typedef uint64_t U;
     switch (operation) {
-        case COPY: EACH(a[i]);
         case NEG: EACH(-U(a[i]));
         case ABS: EACH(a[i] < 0 ? -U(a[i]) : U(a[i]));
         case SQUARE: EACH(U(a[i]) * U(a[i]));

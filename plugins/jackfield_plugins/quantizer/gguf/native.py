@@ -74,7 +74,7 @@ INT8_KERNELS = _kernels(
 
 def cannot_load(kernels: Kernels, kinds: Iterable[str]) -> list[str]:
     """Why those of some types cannot be had; what never was compiled is now, side by side."""
-    wanted = [kernel for kind, kernel in kernels.items() if kind in set(kinds)]
+    wanted = [kernels[kind] for kind in dict.fromkeys(kinds) if kind in kernels]
     if not wanted:
         return next(iter(kernels.values())).cannot_build()
     beside = os.cpu_count() or 1
