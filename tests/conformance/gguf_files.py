@@ -6,12 +6,13 @@ Blocks of K-quants, which the package does not make, are random bytes under scal
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf.constants import GGML_QUANT_SIZES
@@ -33,6 +34,16 @@ _SCALES: dict[Type, dict[int, float]] = {
     Type.Q5_K: {0: 1 / 310, 2: 1 / 20},
     Type.Q6_K: {208: 1 / 1200},
 }
+
+#: Each type has a kernel of its own, which takes seconds to compile: an ordinary run has these, one
+#: with an offset, with minima, with more bits than four, and of whole bytes.
+OFTEN = ("Q4_0", "Q4_K", "Q6_K", "Q8_0")
+
+
+def sometimes(names: Iterable[str]) -> list[Any]:
+    """`names` as parameters; types of blocks that are not among `OFTEN` are for long runs."""
+    rare = {kind.name for kind in _SCALES} - set(OFTEN)
+    return [pytest.param(n, marks=pytest.mark.long) if n in rare else n for n in names]
 
 
 def random_blocks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from jackfield.contracts import (
     BindContext,
     Cache,
     CacheCapabilities,
+    PackedLayer,
     PaddedCache,
     TransformersCache,
 )
@@ -29,7 +31,7 @@ def packed(**members: Any) -> Cache:
     class Wrong(Cache):
         name = "wrong"
         capabilities = CacheCapabilities(
-            layout="packed", layer_types=frozenset({"full_attention"}), forks=True
+            layout="packed", layer_types=frozenset({"full_attention"}), compiles=True, forks=True
         )
 
         def bind(self, context: BindContext) -> Any:
@@ -311,6 +313,9 @@ BOTH: dict[str, dict[str, Change]] = {
 }
 
 PACKED: dict[str, dict[str, Change]] = {
+    "tables of its own for each layer": {
+        "write": written(lambda one: PackedLayer(one.keys, one.values, copy(one.tables)))
+    },
     "write raises": {"write": raising(IndexError("page 9"))},
     "write returns nothing": {"write": written(lambda layer: None)},
     "write returns tensors": {"write": written(lambda layer: (layer.keys, layer.values))},

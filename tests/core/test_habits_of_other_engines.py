@@ -37,6 +37,7 @@ from jackfield.registry.discovery import registry
 from jackfield.requests import habits, neutral
 from jackfield.requests.habits import FLAGS, KEYWORDS, VALUES
 from jackfield.requests.instead import is_neutral, of_loading, of_request
+from jackfield.requests.neutral import BOUNDS
 from jackfield.requests.other_engines import ATTRIBUTES, LOADING, NAMES, REQUESTS
 
 LOAD = frozenset(LoadArguments.__annotations__) | frozenset(PlanArguments.__annotations__)
@@ -72,6 +73,9 @@ def test_the_words_are_no_words_of_ours() -> None:
 def test_a_word_that_is_given_to_load() -> None:
     words = sorted({*LOADING, *REQUESTS})
     for name, value in itertools.product(words, (object(), None, 7, "x")):
+        if value is None and name not in BOUNDS:
+            assert in_our_words({name: value}, LOAD, "jackfield.load") == {}
+            continue
         with pytest.raises(UsageError) as caught:
             in_our_words({name: value}, LOAD, "jackfield.load")
         said = str(caught.value)
@@ -272,6 +276,7 @@ TYPED: list[tuple[str, Any, dict[str, Any]]] = [
     ("enforce_eager", True, {"compile": "none"}),
     ("torch_compile", False, {"compile": "none"}),
     ("cache_prompt", False, {"cache_implementation": "paged?prefix_sharing=no"}),
+    ("n_gpu_layers", 0, {"device_map": "cpu"}),
 ]  # fmt: skip
 
 
@@ -357,7 +362,22 @@ def test_a_flag_that_says_no_is_not_told_to_say_yes(command: str) -> None:
         ("generate hi --n-predict=4", "write --max-new-tokens 4"),
         ("generate hi --temp 0", "write --temperature 0"),
         ("generate hi --kv-cache-dtype auto", "drop it: it is so anyway"),
-        ("generate hi --kv-cache-dtype fp8", "write --cache 'quantized?nbits=4'"),
+        ("generate hi --kv-cache-dtype fp8",
+         "write --cache 'quantized?nbits=4', or with hqq --cache 'quantized?backend=hqq&nbits=8'"),
+        ("generate hi -fa on", "write --attention 'sdpa', or another name"),
+        ("generate hi -st", "drop it: `jackfield generate` answers once"),
+        ("generate hi --model_path x", "write --model MODEL"),
+        ("bench --model-path x", "write --model MODEL"),
+        ("generate hi --mirostat 2",
+         "there is none; in Python a logits_processor of your own can do it"),
+        ("serve demo --mirostat 2", "there is none"),
+        ("serve demo --repeat-last-n 64", "there is none"),
+        ("serve demo --typical 0.9", "there is none"),
+        ("serve demo --grammar-file x",
+         "it is the field grammar of each request, as Lark has them"),
+        ("warm demo --parallel 8", "write --rows N"),
+        ("warm demo -np 8", "write --rows N"),
+        ("warm demo --max-batch-size 8", "write --rows N"),
         ("generate --prompt hi", "the prompt is an argument, without a name"),
         ("generate hi --stream", "drop it: a text is shown as it grows"),
         ("generate hi --gpu-memory-utilization .5",
@@ -440,3 +460,34 @@ def test_a_property_of_an_engine_that_fails_says_its_own_error() -> None:
 
     with pytest.raises(AttributeError, match="a tokenizer without a template"):
         _ = Failing().chat_format
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3.2:1b", "demo:latest", "a/b-GGUF:Q4_K_M", "hf.co/a/b:Q8_0"]
+)
+def test_tags_are_told_before_anything_is_asked_of_a_hub(name: str) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"has a tag, and there are none here: write the file"
+    ):
+        jackfield.load(name)
+
+
+@pytest.mark.parametrize("name", ["C:/models/x", "/no/such:thing/x", "./a:b"])
+def test_a_path_with_a_colon_is_no_tag(name: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        jackfield.load(name)
+    assert "has a tag" not in str(caught.value)
+
+
+def test_nothing_is_taken_for_a_word_that_is_not_used(engine: Any) -> None:
+    """As configs and clients write out what they do not use; a misspelling is one all the same."""
+    for name in LOADING:
+        assert in_our_words({name: None}, LOAD, "jackfield.load") == {}, name
+    plain = engine.generate("a", max_new_tokens=2)[0].text
+    given = {name: None for name in REQUESTS if name not in BOUNDS | set(KEYWORDS)}
+    assert engine.generate("a", max_new_tokens=2, **given)[0].text == plain
+    for name in BOUNDS:
+        with pytest.raises(SettingsError, match="each text has a bound here: write max_new_tokens"):
+            engine.generate("a", **{name: None})
+    with pytest.raises(UsageError, match="max_tokns"):
+        engine.generate("a", max_tokns=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import random
@@ -18,11 +19,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from jackfield.errors import PlanError
 from jackfield_plugins.native import NativeKernel, compiling, keeping
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or compiling.compiler() is None,
@@ -199,10 +204,50 @@ def test_a_library_that_is_loaded_survives_its_file(cache: Cache) -> None:
     assert library.answer() == 42
 
 
-def test_processes_at_once(cache: Cache) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(lambda _: cache.answer(), range(8))) == {42}
+def test_what_several_want_at_once_is_compiled_once(cache: Cache, forks: Forks) -> None:
+    cache.write_compiler("sleep 0.5", f'cp {cache.folder / "library"} "$2"')
+    program = (
+        "import sys, pathlib\n"
+        "from jackfield_plugins.native import NativeKernel\n"
+        "source = pathlib.Path(sys.argv[1])\n"
+        "print(NativeKernel('tiny', source, \"'sdpa'\").library().answer())\n"
+    )
+    forks.python("-c", "pass")
+    with ThreadPoolExecutor(5) as pool:
+        here = pool.map(lambda _: cache.answer(), range(5))
+        there = forks.python("-c", program, cache.source)
+        found = [*here, int(there.stdout)]
+    assert set(found) == {42}
+    assert cache.compiled == 1
     assert [path.name for path in cache.path.parent.iterdir()] == [cache.path.name]
+
+
+@pytest.mark.parametrize("what", ["held", "unknown"])
+def test_a_lock_that_cannot_be_had_is_not_waited_for_for_long(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def refused(file: object, how: int) -> None:
+        raise BlockingIOError if what == "held" else OSError(errno.ENOLCK, "No locks")
+
+    monkeypatch.setattr(compiling, "making", lambda path, _: keeping.making(path, 0.2))
+    monkeypatch.setattr(fcntl, "flock", refused)
+    assert cache.answer() == 42
+
+
+def test_who_was_waited_for_and_failed_is_followed_by_the_next(cache: Cache) -> None:
+    cache.write_compiler(
+        "sleep 0.2", f'[ $(wc -l < {cache.calls}) = 1 ] || cp {cache.folder / "library"} "$2"'
+    )
+
+    def answer(_: int) -> int | None:
+        try:
+            return cache.answer()
+        except PlanError:
+            return None
+
+    with ThreadPoolExecutor(3) as pool:
+        assert sorted(pool.map(answer, range(3)), key=str) == [42, 42, None]
+    assert cache.compiled == 2
 
 
 def test_a_torch_that_keeps_its_threads_to_itself() -> None:

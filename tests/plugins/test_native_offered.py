@@ -1,21 +1,28 @@
-"""Native operators of a quantizer: what is wrong with one is told as its own."""
+"""Native calls of quantizers, attentions and caches: what is wrong with one is told as its own."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from families import build, prompts
+from wrong_caches import packed
 
 import jackfield
-from jackfield.contracts import NativeCall
+from jackfield.bridge.native_offers import held_offers
+from jackfield.contracts import Backend, NativeCall
 from jackfield.errors import ExecutionError, JackfieldError
+from jackfield.registry.backends import Registered
+from jackfield_plugins.attention.cpu_decode.call import Kernel
 from jackfield_plugins.compiler.native import kept
+from jackfield_plugins.compiler.native.calls import Stretch
 from jackfield_plugins.native import keeping
 from jackfield_plugins.quantizer.groupwise import Groupwise
 from jackfield_plugins.quantizer.groupwise.operator import NAME as OPERATOR
@@ -203,3 +210,102 @@ def test_an_operator_that_changes_its_input_is_named() -> None:
         pytest.raises(ExecutionError, match=r"doubled_\.default, which changes its arg"),
     ):
         engine.generate([5, 6, 7], max_new_tokens=3)
+
+
+class Thing:
+    """What a call keeps."""
+
+
+def test_what_a_call_keeps_lives_until_another_is_put_in_its_place() -> None:
+    stretch = Stretch(lambda first, count: -1)
+    places = [stretch.reserve(f"layer {number}") for number in range(2)]
+    stretch.close()
+    things = []
+    for place in (*places, places[0]):
+        thing = Thing()
+        things.append(weakref.ref(thing))
+        stretch.put(place, NativeCall(8, b"12345678", (thing,)))
+        del thing
+    assert [thing() is not None for thing in things] == [False, True, True]
+
+
+FLAWS: list[tuple[Callable[[NativeCall], Any], str]] = [
+    (lambda _: 7, "must return a NativeCall or None, got 7"),
+    (lambda call: call._replace(function=0), "has 0 for the address of a function"),
+    (lambda call: call._replace(arguments=bytes(1025)), "has 1,025 bytes of arguments"),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), FLAWS)
+def test_what_an_attention_returns_is_looked_at_before_it_runs(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], told: str
+) -> None:
+    whole = Kernel.native
+    monkeypatch.setattr(Kernel, "native", lambda *args, **given: change(whole(*args, **given)))
+    with pytest.raises(JackfieldError, match=rf"attention 'cpu_decode' of .*native .*{told}"):
+        say()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda written: written[0], "must return a pair or None"),
+        *(
+            (lambda written, change=change: (written[0], change(written[1])), told)
+            for change, told in FLAWS
+        ),
+    ],
+)
+def test_what_a_cache_returns_is_looked_at_before_it_runs(
+    plug: Callable[[Backend], str], change: Callable[[Any], Any], told: str
+) -> None:
+    cache = plug(packed(native_write=lambda own, *args: change(own(*args))))
+    with (
+        jackfield.load("demo", compile="native", cache_implementation=cache) as engine,
+        pytest.raises(JackfieldError, match=rf"cache 'wrong' of .*native_write .*{told}"),
+    ):
+        engine.generate(prompts((5, 9)), max_new_tokens=6)
+
+
+@torch.library.custom_op("test_native_offered::picked", mutates_args=())
+def picked(table: torch.Tensor, index: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Logarithms, which are NaN for half of what a proof draws, of rows of a table."""
+    return table[index].log() * scale
+
+
+def held(layer: Callable[[torch.Tensor], None] = lambda out: None) -> Any:
+    """The operator above as a stranger's, which writes what it does and then `layer`."""
+    kept: list[Any] = []
+
+    def native(out: torch.Tensor, table: Any, index: Any, scale: Any) -> NativeCall:
+        def act(_: int) -> bool:
+            out.copy_(picked(table, index, scale))
+            layer(out)
+            return True
+
+        kept.append(FUNCTION(act))
+        return NativeCall(ctypes.cast(kept[-1], ctypes.c_void_p).value or 0, b"12345678")
+
+    mine: Any = SimpleNamespace(
+        kind="kernel",
+        name="mine",
+        native_operators=lambda: {"test_native_offered.picked.default": native},
+    )
+    (offered,) = held_offers(
+        [Registered(mine, "stranger", "1.2", "ep")], torch.nn.Linear(1, 1)
+    ).values()
+    return offered
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_inputs_of_any_kind_are_proven(rows: int) -> None:
+    """An index, one number for all, a table that has one row, results that are no numbers."""
+    table, index = torch.rand(rows, 6) + 1, torch.tensor([0, rows - 1, 0])
+    scale = torch.tensor([[3.0]]).expand(3, 6)
+    due = picked(table, index, scale)
+    given = [one.clone() for one in (table, index, scale)]
+    assert held()(torch.empty_like(due), table, index, scale) is not None
+    assert all(map(torch.equal, given, (table, index, scale)))
+    wrong = held(lambda out: out[-1].mul_(1.1))
+    with pytest.raises(JackfieldError, match=r"'mine' of stranger 1\.2: .*picked.* off those"):
+        wrong(torch.empty_like(due), table, index, scale)

@@ -239,7 +239,10 @@ def layouts(x: torch.Tensor) -> Iterator[torch.Tensor]:
         yield wide[(slice(None),) * dim + (slice(None, None, 2),)]  # every second of more
         yield x.transpose(0, dim).contiguous().transpose(0, dim)
         yield x.narrow(dim, 0, 1).expand_as(x)  # one for all
-        yield x.narrow(dim, 0, 1)
+        yield (one := x.narrow(dim, 0, 1))
+        for any_at_all in (0, 1, 7, 5000):  # the stride of a dimension with one place
+            strides = [any_at_all if d == dim else s for d, s in enumerate(one.stride())]
+            yield one.as_strided(one.shape, strides, one.storage_offset())
         yield x.narrow(dim, 0, 0)
 
 

@@ -30,7 +30,7 @@ def native(act: Callable[[torch.Tensor], bool]) -> Callable[..., NativeCall]:
 
 
 def writes(numbers: torch.Tensor) -> Callable[[torch.Tensor], bool]:
-    return lambda out: bool(out.copy_(numbers).numel())
+    return lambda out: out.copy_(numbers) is out
 
 
 def adds(out: torch.Tensor) -> bool:
@@ -55,8 +55,8 @@ def test_one_that_is_right() -> None:
     [
         (writes(DUE * 1.1), "off those of the Python function"),
         (writes(DUE.flip(0)), "off those of the Python function"),
-        (lambda out: True, "nan off"),
-        (skips_the_end, "nan off"),
+        (lambda out: True, "leaves 12 of 12 numbers unwritten"),
+        (skips_the_end, "leaves 4 of 12 numbers unwritten"),
         (adds, "run again writes numbers"),
         (lambda out: False, "says that it cannot be done"),
     ],
@@ -74,7 +74,7 @@ TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
     ("some", "said"),
     [
         (lambda outs: outs, None),
-        (lambda outs: outs[:-1], "run together with others, writes numbers that are nan off"),
+        (lambda outs: outs[:-1], "run together with others, leaves 12 of 12 numbers unwritten"),
         (lambda outs: None, "cannot be done together"),
     ],
     ids=["right", "the last is left out", "refuses"],
@@ -121,8 +121,45 @@ def test_what_is_no_call() -> None:
     def no_call(out: torch.Tensor) -> Any:
         return 7
 
-    with pytest.raises(WrongError, match="must return a NativeCall or None, got int"):
+    with pytest.raises(WrongError, match="must return a NativeCall or None, got 7"):
         agrees("op", no_call, DUE)
+
+
+@pytest.mark.parametrize("due", [torch.arange(6), torch.arange(6) % 2 == 0, torch.zeros(0)])
+def test_whole_numbers_and_none(due: torch.Tensor) -> None:
+    assert agrees("op", native(writes(due)), due)
+    if due.numel():
+        with pytest.raises(WrongError, match="other numbers than the Python function in 1 of 6"):
+            agrees("op", native(writes(torch.cat([due[:5], ~due[5:]]))), due)
+        with pytest.raises(WrongError, match="in 6 of 6 places"):
+            agrees("op", native(lambda out: True), due)
+
+
+def test_infinity_and_nan_are_numbers_too() -> None:
+    due = torch.tensor([1.0, float("inf"), -float("inf"), float("nan"), -2.0])
+    assert agrees("op", native(writes(due)), due)
+    for at, other in ((1, 3e38), (2, float("inf")), (3, 0.0), (4, float("inf"))):
+        wrong = due.clone()
+        wrong[at] = other
+        with pytest.raises(WrongError, match=r"infinity or NaN|that are inf off"):
+            agrees("op", native(writes(wrong)), due)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"function": 0}, "has 0 for the address of a function"),
+        ({"function": -5}, "has -5 for the address of a function"),
+        ({"function": None}, "has None for the address of a function"),
+        ({"together": 2.5}, "has 2.5 for the address of a function"),
+        ({"arguments": "text"}, "has 'text' for arguments, which are bytes"),
+        ({"arguments": bytes(1025)}, "has 1,025 bytes of arguments, 1,024 at most"),
+    ],
+)
+def test_calls_that_would_end_the_process_are_not_run(given: dict[str, Any], said: str) -> None:
+    made = native(writes(DUE))
+    with pytest.raises(WrongError, match=f"^op {said}$"):
+        agrees("op", lambda out: made(out)._replace(**given), DUE, room=1024)
 
 
 def test_operators_are_heard_where_a_compiler_reads() -> None:

@@ -86,8 +86,8 @@ def _is_chat(prompt: Any) -> bool:
 def _need(tokenizer: Any | None) -> Any:
     if tokenizer is None:
         raise PromptError(
-            "this model has no tokenizer, so prompts must be lists of token ids; give "
-            "jackfield.load a tokenizer to use text"
+            "this model has no tokenizer, so prompts must be lists of token ids; in Python "
+            "jackfield.load(MODEL, tokenizer='FOLDER') gives it one"
         )
     return tokenizer
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jackfield.guarded import guarded
+from jackfield.bridge.native_calls import flaw_of
+from jackfield.contracts.native import ROOM
+from jackfield.guarded import fault, guarded
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +103,8 @@ class NativeAttention:
             call = self._attend(queries, layer, outputs, **kwargs)
         if call is None:
             return None
+        if flaw := flaw_of(call, ROOM):
+            raise fault(self._registered, f"native (layer {number}) {flaw}")
         self.lengths, self._width = layer.step.query_lengths, width
         pools = weakref.ref(layer.keys), weakref.ref(layer.values)
         self._given[number] = _Given(output, layer, *pools)

@@ -1,4 +1,6 @@
-"""Functions in C that somebody offers: found by their operator, and run as a compiler runs them."""
+"""Functions in C that somebody offers: found by their operator, looked at, run as a compiler runs
+them, and held to what is due.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 
 from jackfield.contracts import NativeCall
+from jackfield.errors import quoted
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 _TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
@@ -21,6 +24,53 @@ def operator_of(name: str) -> Any:
     """
     space, operator, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, space), operator), overload)
+
+
+def flaw_of(call: Any, room: int | None = None) -> str | None:
+    """What keeps `call`, which somebody returned, from being run. `room`: bytes of arguments."""
+    if not isinstance(call, NativeCall):
+        return f"must return a NativeCall or None, got {quoted(call)}"
+    for address in (call.function, call.together or 1):
+        if type(address) is not int or address <= 0:
+            return f"has {quoted(address)} for the address of a function"
+    if not isinstance(call.arguments, bytes):
+        return f"has {quoted(call.arguments)} for arguments, which are bytes"
+    if room is not None and len(call.arguments) > room:
+        return f"has {len(call.arguments):,} bytes of arguments, {room:,} at most"
+    return None
+
+
+def unlike(due: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies as `due` does, with none of its numbers: what a call did not write."""
+    wrong = torch.full_like(due, float("nan")) if due.is_floating_point() else due.bitwise_not()
+    return torch.empty_strided(due.shape, due.stride(), dtype=due.dtype).copy_(wrong)
+
+
+def difference(
+    found: torch.Tensor, due: torch.Tensor, relative: float, least: float = 0.0
+) -> str | None:
+    """What a call does that wrote `found` where its Python function gives `due`; None: the same.
+
+    Floats may be `relative` of the largest finite one that is due off, or of `least`.
+    """
+    if not due.is_floating_point():
+        off = int((found != due).sum())
+        if not off:
+            return None
+        return f"writes other numbers than the Python function in {off} of {due.numel()} places"
+    if unwritten := int((found.isnan() & ~due.isnan()).sum()):
+        return f"leaves {unwritten} of {due.numel()} numbers unwritten"
+    odd = ~due.isfinite()
+    if ((found != due) & odd & ~(found.isnan() & due.isnan())).any():
+        return "writes other numbers where the Python function has infinity or NaN"
+    found, due = found[~odd].double(), due[~odd].double()
+    if not due.numel():
+        return None
+    far, most = float((found - due).abs().max()), float(due.abs().max())
+    if far <= relative * max(most, least):
+        return None
+    of = f"those of the Python function, of up to {most:.2g}"
+    return f"writes numbers that are {far:.2g} off {of}"
 
 
 def run(call: NativeCall) -> bool:

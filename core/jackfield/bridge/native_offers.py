@@ -2,8 +2,8 @@
 step runs one.
 
 A call is proven when it is laid out: for every weight, and for every shape of what is multiplied
-with one. Random numbers go into the step's own tensors, so what reads or writes elsewhere is found
-as well; what lay in them is put back.
+with one. Random numbers, and whole ones of 0 and 1, go into the step's own tensors, so what reads
+or writes elsewhere is found as well; what lay in them is put back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from jackfield.bridge.native_calls import operator_of, run, run_together
+from jackfield.bridge.native_calls import (
+    difference,
+    flaw_of,
+    operator_of,
+    run,
+    run_together,
+    unlike,
+)
 from jackfield.contracts import Native, NativeCall, NativeOperators
 from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
@@ -72,11 +79,16 @@ class _Owned:
 
 
 class _Asked(NamedTuple):
-    """What a call was asked for."""
+    """What a call was asked for; `given` are the tensors that a step computes."""
 
     out: torch.Tensor
     args: Sequence[Any]
     named: Mapping[str, Any]
+    given: Sequence[torch.Tensor]
+
+    @property
+    def input(self) -> torch.Tensor | None:
+        return next(iter(self.given), None)
 
 
 class _Held:
@@ -107,12 +119,8 @@ class _Held:
             call: Any = self._native(out, *args, **named)
         if call is None:
             return None
-        if not isinstance(call, NativeCall):
-            raise self._fault(f"must return a NativeCall or None, got {quoted(call)}")
-        if type(call.function) is not int or call.function == 0:
-            raise self._fault(f"has {quoted(call.function)} for the address of a function")
-        if not isinstance(call.arguments, bytes):
-            raise self._fault(f"has {quoted(call.arguments)} for arguments, which are bytes")
+        if flaw := flaw_of(call):
+            raise self._fault(flaw)
         tensors = [one for one in (*args, *named.values()) if isinstance(one, torch.Tensor)]
         weights = tuple(one.data_ptr() for one in tensors if self._owned.has(one))
         shapes = tuple((one.shape, one.stride(), one.dtype) for one in (out, *tensors))
@@ -120,55 +128,71 @@ class _Held:
             self._prove(call, out, args, named)
             self._weights.add(weights)
             self._shapes.add(shapes)
-        return call
+        return call  # type: ignore[no-any-return]
 
     def _prove(
         self, call: NativeCall, out: torch.Tensor, args: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         given = [one for one in (*args, *named.values()) if isinstance(one, torch.Tensor)]
         given = [one for one in given if not self._owned.has(one)]  # what a step computes
+        memory = [_memory_of(one) for one in given]
         with torch.inference_mode():
-            before = [one.clone() for one in given]
-            draw = torch.Generator().manual_seed(0)
-            for one in given:
-                if one.is_floating_point():
-                    one.copy_(torch.randn(one.shape, generator=draw))
-                else:
-                    one.zero_()  # an index that is in every table
-            lent = [one.clone() for one in given]
+            before = [one.clone() for one in memory]
             try:
-                self._hold(call, out, args, named)
+                due = self._due(memory, out, args, named)
+                lent = [one.clone() for one in given]
+                self._hold(call, out, due, given)
                 if call.together:
-                    self._hold_siblings(_Asked(out, args, named))
+                    self._hold_siblings(_Asked(out, args, named, given))
                 if not all(map(torch.equal, given, lent)):
                     raise self._fault(f"changes what it is given{_of(out)}")
             finally:
-                for one, old in zip(given, before, strict=True):
+                for one, old in zip(memory, before, strict=True):
                     one.copy_(old)
 
-    def _hold(
-        self, call: NativeCall, out: torch.Tensor, args: Sequence[Any], named: Mapping[str, Any]
-    ) -> None:
-        due = self._operator(*args, **named)
+    def _due(
+        self,
+        memory: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        args: Sequence[Any],
+        named: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """What the Python function makes of random numbers, which are put in `memory`."""
+        _fill(memory, most=1)
+        try:
+            due = self._operator(*args, **named)
+        except (
+            IndexError,
+            RuntimeError,
+            ValueError,
+        ):  # 1 may lead out of a table
+            _fill(memory, most=0)
+            with guarded(self._whose, f"the operator {self._name}"):
+                due = self._operator(*args, **named)
         if not isinstance(due, torch.Tensor) or due.shape != out.shape or due.dtype != out.dtype:
             raise self._fault(f"is of an operator that returns no tensor as was planned{_of(out)}")
-        nothing = float("nan") if out.is_floating_point() else 1
-        out.fill_(nothing)
+        return due
+
+    def _hold(
+        self, call: NativeCall, out: torch.Tensor, due: torch.Tensor, given: Sequence[torch.Tensor]
+    ) -> None:
+        out.copy_(unlike(due))
         if not run(call):
             raise self._fault(
                 f"says that it cannot compute{_of(out)}; where it cannot, offer None and not a call"
             )
-        self._compare(out, due, args)
+        self._compare(out, due, given)
 
     def _hold_siblings(self, asked: _Asked) -> None:
         """Calls with one input may run as one: this and those before, into outputs of their own."""
         before = self._siblings[:1]
-        if not (before and before[0].args[0] is asked.args[0] and len(self._siblings) < _SIBLINGS):
+        if not (before and before[0].input is asked.input and len(self._siblings) < _SIBLINGS):
             self._siblings = []
         self._siblings.append(asked)
         if len(self._siblings) < 2:
             return
-        outs = [torch.full_like(one.out, float("nan")) for one in self._siblings]
+        dues = [self._operator(*one.args, **one.named) for one in self._siblings]
+        outs = [unlike(due) for due in dues]
         with self._guard:
             calls = [
                 self._native(out, *one.args, **one.named)
@@ -179,31 +203,37 @@ class _Held:
             return
         if not run_together(joined):
             raise self._fault(f"says that it cannot compute several at once{_of(asked.out)}")
-        for out, one in zip(outs, self._siblings, strict=True):
-            self._compare(out, self._operator(*one.args, **one.named), one.args, "of several ")
+        for found, due, one in zip(outs, dues, self._siblings, strict=True):
+            self._compare(found, due, one.given, ", run with others of its input,")
 
     def _compare(
-        self, out: torch.Tensor, due: torch.Tensor, args: Sequence[Any], which: str = ""
+        self, found: torch.Tensor, due: torch.Tensor, given: Sequence[torch.Tensor], how: str = ""
     ) -> None:
-        if not out.is_floating_point():
-            if not torch.equal(out, due):
-                raise self._fault(f"writes other numbers than the Python function{_of(out)}")
-            return
-        found, right = out.double(), due.double()
-        if unwritten := int(found.isnan().logical_and_(~right.isnan()).sum()):
-            raise self._fault(f"leaves {unwritten} of {found.numel()} numbers unwritten{_of(out)}")
-        first = next((one for one in args if isinstance(one, torch.Tensor)), out)
+        first = next(iter(given), due)
         length = first.shape[-1] if first.dim() else 1
-        bound = _ROUNDINGS * torch.finfo(out.dtype).eps + _IN_A_SUM * length**0.5
-        most, off = float(right.abs().max()), float((found - right).abs().max())
-        if not off <= bound * most:
-            raise self._fault(
-                f"writes numbers {which}that are {off:.2g} off those of the Python function, of up "
-                f"to {most:.2g}{_of(out)}"
-            )
+        roundings = _ROUNDINGS * torch.finfo(due.dtype).eps if due.is_floating_point() else 0
+        if flaw := difference(found, due, roundings + _IN_A_SUM * length**0.5):
+            raise self._fault(f"{flaw}{_of(due)}", how)
 
-    def _fault(self, what: str) -> Exception:
-        return fault(self._whose, f"the native operator of {self._name} {what}")
+    def _fault(self, what: str, how: str = "") -> Exception:
+        return fault(self._whose, f"the native operator of {self._name}{how} {what}")
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """From its first number to its last: an expanded one has some of them several times."""
+    far = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in far)
+    return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+
+
+def _fill(memory: Sequence[torch.Tensor], most: int) -> None:
+    """Random numbers; whole ones up to `most`."""
+    draw = torch.Generator().manual_seed(0)
+    for one in memory:
+        if one.is_floating_point():
+            one.copy_(torch.randn(one.shape, generator=draw))
+        else:
+            one.copy_(torch.randint(0, most + 1, one.shape, generator=draw))
 
 
 def _of(out: torch.Tensor) -> str:

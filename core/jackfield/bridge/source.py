@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +17,14 @@ from jackfield.bridge.config_files import is_folder, read_config
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf import GgufModel, is_gguf, open_gguf
 from jackfield.bridge.quiet import quiet
-from jackfield.errors import CheckpointError, UsageError, quoted
+from jackfield.errors import CheckpointError, UsageError, quoted, shown
 
 logger = logging.getLogger("jackfield")
 
 #: The models inside the package.
 PACKAGED = ("demo", "demo-draft")
+#: As Ollama names a model, and llama.cpp a file of a hub's repository.
+_TAG = re.compile(r"((?:\w[\w.-]*/){1,2}[\w.-]+|\w[\w.-]+):[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ def find(
             "'demo'"
         )
     location = str(model)
+    if (tag := _TAG.fullmatch(location)) and not os.path.lexists(location):
+        raise CheckpointError(
+            f"{shown(location)} has a tag, and there are none here: write the file itself, "
+            f"{shown(tag[1])}/FILE.gguf, or the hub id alone"
+        )
     if not location:
         raise CheckpointError("the model's name is empty; give a hub id, a folder or 'demo'")
     if is_gguf(location):

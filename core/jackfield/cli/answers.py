@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jackfield.cli.flag_words import NEGATED, OF_BENCH, SHORT, SO, WORDS, for_a_command
+from jackfield.cli.flag_words import NEGATED, OF_BENCH, OF_WARM, SHORT, SO, WORDS, for_a_command
 from jackfield.requests.arguments import OF_LOADING
 from jackfield.requests.habits import (
     COMMANDS,
@@ -27,11 +27,16 @@ _ASSIGNED = re.compile(r"\b([a-z_]+)=('[^']*'|\[.*\]|\{[^}]*\}|[0-9.]+|True|Fals
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
-    """The arguments, a bare --compile being transformers' switch for torch.compile."""
+    """The arguments, a bare --compile being transformers' switch for torch.compile.
+
+    A flag of llama.cpp of several letters is one, and not the first with the others behind it.
+    """
     found = list(arguments)
     for at, argument in enumerate(found):
         if argument == "--":
             break
+        if len(argument) > 2 and argument in SHORT:
+            found[at] = f"--{SHORT[argument].replace('_', '-')}"
         if argument == "--compile" and (at + 1 == len(found) or found[at + 1].startswith("-")):
             found[at] = "--compile=inductor"
     return found
@@ -45,11 +50,12 @@ def instead_of_flag(flag: str, known: Collection[str], value: Any = None) -> str
     name = SHORT.get(flag, flag.lstrip("-").replace("-", "_"))
     if (ours := f"--{name.replace('_', '-')}") in known:
         return f"write {ours}"
-    if (ours := OF_BENCH.get(name, "")) in known:
-        return f"write {ours} N"
+    for table in (OF_BENCH, OF_WARM):
+        if (ours := table.get(name, "")) in known:
+            return f"write {ours} N"
     if name.startswith("no_") and name not in REQUESTS:
         return _instead_of_no(name.removeprefix("no_"), known)
-    if is_neutral(name, value):
+    if value is not None and is_neutral(name, value):
         return SO
     if name in WORDS:
         return _worded(name, known)
@@ -74,8 +80,8 @@ def instead_of_flag(flag: str, known: Collection[str], value: Any = None) -> str
 def _worded(name: str, known: Collection[str]) -> str | None:
     answer = WORDS[name]
     if "--set" in known:
-        return answer.replace("{set}", f"write --set {name}=")
-    return _elsewhere(known) if "--set" in answer or "{set}" in answer else answer
+        return answer.replace("{set}", f"write --set {_SET.get(name, name)}=")
+    return _elsewhere(name, known) if "--set" in answer or "{set}" in answer else answer
 
 
 def _instead_of_no(name: str, known: Collection[str]) -> str | None:
@@ -144,13 +150,21 @@ def _setting(name: str, known: Collection[str]) -> str | None:
 
         if name not in vars(GenerationConfig()):
             return None
-    return f"write --set {name}=…" if "--set" in known else _elsewhere(known)
+    return f"write --set {name}=…" if "--set" in known else _elsewhere(name, known)
 
 
-def _elsewhere(known: Collection[str]) -> str:
-    """Where a setting is given that no flag of a command has."""
+#: Settings that llama.cpp's flags have other names for.
+_SET = {"typical": "typical_p"}
+
+
+def _elsewhere(name: str, known: Collection[str]) -> str:
+    """Where the setting `name` is given, which no flag of a command has."""
     if "--new-key" in known:
-        return "it is a field of each request"
+        from jackfield.serving.schema.theirs import is_nothing
+
+        return (
+            "there is none" if is_nothing(_SET.get(name, name)) else "it is a field of each request"
+        )
     return "it is a setting of `jackfield generate` and `chat`"
 
 

@@ -75,6 +75,7 @@ class Alternatives:
     def contenders(self, model: str, backend: str | None) -> list[Contender]:
         """The rows, the one that others are compared with first. Raises UsageError."""
         from jackfield.benchmarking import contenders
+        from jackfield.bridge.source import PACKAGED
 
         common: dict[str, Any] = {"model": model, "device_map": self.device}
         if self.assistant_model is not None:
@@ -82,6 +83,11 @@ class Alternatives:
         if self.revision is not None:
             common["revision"] = self.revision
         given = {name: getattr(self, name) or [] for name in _KINDS}
+        if backend is not None and (backend in PACKAGED or Path(backend).exists()):
+            raise UsageError(
+                f"{backend} is a model, and the argument of bench is a backend: write --model "
+                f"{backend}"
+            )
         if backend is not None:
             kind, against = _kind_of(backend, self.against), self.against or AUTO
             if given[kind]:

@@ -13,6 +13,26 @@ _TOKENIZER = "it is the tokenizer's: write it into the tokenizer_config.json of 
 
 #: Keyword -> the answer. Where it has a "{set}", the flag is a setting of a text, `--set` has it.
 WORDS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("model_path", "model_id", "model_name", "hf_repo", "hf_repo_id", "repo_id", "filename",
+         "model_url", "pretrained_model_name_or_path"), "write --model MODEL",
+    ),
+    **dict.fromkeys(
+        ("mirostat", "mirostat_lr", "mirostat_ent", "mirostat_mode", "mirostat_tau", "mirostat_eta",
+         "samplers", "repeat_last_n", "tfs", "tfs_z", "dry_multiplier", "dry_base",
+         "dry_allowed_length", "dry_penalty_last_n", "xtc_probability", "xtc_threshold",
+         "dynatemp_range", "top_n_sigma", "watermark"),
+        "there is none; in Python a logits_processor of your own can do it",
+    ),
+    "typical": "{set}",
+    "think": "write --set 'chat_template_kwargs={\"enable_thinking\": false}'",
+    "hidethinking": "drop it: what a model thinks is a part of its text",
+    "nowordwrap": "drop it: lines are never broken",
+    "display_prompt": SO,
+    "warmup": "drop it: nothing is tried before a step comes; `jackfield warm` traces them ahead",
+    "lora": "write --adapter FOLDER",
+    "system": "there is none: a server and Python take messages of the role system",
+    "jinja": "drop it: a chat always goes through the model's own template",
     **dict.fromkeys(("inputs", "input_ids", "prompt", "prompts", "text_inputs"), _PROMPT),
     **dict.fromkeys(
         ("stream", "streamer"), "drop it: a text is shown as it grows"
@@ -40,8 +60,6 @@ WORDS: Mapping[str, str] = {
     "negative_prompt_ids": "write --set 'negative_prompt=\"…\"'",
     "lora_request": "write --adapter FOLDER",
     "output_loading_info": "`jackfield explain` says it",
-    "pretrained_model_name_or_path": "write --model MODEL, or where there is no such flag the "
-    "model as an argument",
     "chat_template": "there is none: the tokenizer's own is used; write yours into the model's "
     "folder, as chat_template.jinja",
     "trust_remote_code": "there is none: code from a model's repository is never run",
@@ -51,6 +69,8 @@ WORDS: Mapping[str, str] = {
     "truncate": "a prompt that is too long is an error; shorten it",
     "override_generation_config": "write --set key=value for each of its settings",
     "prompt_cache": "drop it: prompts are kept while a command runs, and in no file",
+    "prompt_token_ids": "a prompt is a text here; Python and a server take token ids",
+    "single_turn": "drop it: `jackfield generate` answers once",
     "conversation": "`jackfield chat` goes on; `generate --chat` answers once",
     "no_conversation": "drop it: `jackfield generate` answers once",
     "system_prompt": "there is none: a server and Python take messages of the role system",
@@ -65,6 +85,8 @@ WORDS: Mapping[str, str] = {
 NEGATED: Mapping[str, str] = {
     "cb_use_cuda_graph": "write --compile none",
     "compile": "write --compile none",
+    "warmup": SO,
+    "display_prompt": "drop it: the prompt is never shown",
     "enable_cors": "drop it: no other site may ask without --cors-origin",
     "json": "drop it: a text is shown as text without --json",
     "non_blocking": SO,
@@ -79,9 +101,18 @@ SHORT: Mapping[str, str] = {
     "-s": "random_seed", "-t": "n_threads", "-b": "n_batch", "-ub": "n_ubatch",
     "-q": "quiet", "-v": "verbose", "-cnv": "conversation", "-no-cnv": "no_conversation",
     "-sys": "system_prompt", "-md": "model_draft", "-r": "reverse_prompt", "-hf": "model_id",
-    "-i": "conversation", "-f": "file",
+    "-i": "conversation", "-f": "file", "-np": "n_parallel", "-sm": "split_mode",
+    "-st": "single_turn", "-ts": "tensor_split", "-tb": "n_threads_batch", "-e": "escape",
+    "-dev": "device", "-ot": "override_tensor", "-bf": "binary_file", "-mg": "main_gpu",
+    "-l": "logit_bias",
 }  # fmt: skip
 
+
+#: What `warm` calls what others give to a server by these names.
+OF_WARM: Mapping[str, str] = dict.fromkeys(
+    ("batch_size", "max_batch_size", "parallel", "n_parallel", "max_num_seqs",
+     "max_running_requests"), "--rows",
+)  # fmt: skip
 
 #: What `bench` calls what others give to a benchmark by these names.
 OF_BENCH: Mapping[str, str] = {

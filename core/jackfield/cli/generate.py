@@ -119,7 +119,8 @@ def show(
     """Stream the answer to the screen, and end its last line."""
     if engine.tokenizer is None:
         raise UsageError(
-            "this model has no tokenizer, so it takes and gives token ids: use it from Python"
+            "this model has no tokenizer, so it takes and gives token ids: "
+            "in Python jackfield.load(MODEL, tokenizer='FOLDER') gives it one"
         )
     speech = speech or Speech()
     try:

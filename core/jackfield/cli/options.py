@@ -129,7 +129,10 @@ class Backends:
         }
 
 
-def _device_map(text: str) -> str | dict[str, str]:
+def _device_map(text: str) -> str | int | dict[str, str]:
+    """A number is a CUDA device, as in Python."""
+    if text.isascii() and text.isdigit():
+        return int(text)
     return _pairs("--device", text) if "=" in text else text
 
 

@@ -27,7 +27,7 @@ _TEXT = "there is none: texts are made here, and no embeddings"
 _OWN = "there is none: the model's own counts, and fields of each request go before it"
 _DRAFTS = "write --decoding 'assisted?num_assistant_tokens=N' --assistant-model MODEL"
 _CACHE_BITS = (
-    "there is none of 8 bits: --cache 'quantized?nbits=4' has 4, with optimum-quanto or hqq"
+    "write --cache 'quantized?backend=hqq&nbits=8', or 'quantized?nbits=4' with optimum-quanto"
 )
 _FILES = "there is none: weights are read from safetensors or GGUF"
 
@@ -80,8 +80,17 @@ _ANSWERS: dict[str, str] = {
     _DRAFTS: "speculative-config speculative-model num-speculative-tokens model-draft draft-max "
     "draft draft-min speculative-algorithm speculative-draft-model-path",
     _FILES: "load-format safetensors-load-strategy",
-    _FIELD: "temp json-schema grammar grammar-file seed-per-request predict n-predict "
-    "repeat-penalty samplers mirostat",
+    _FIELD: "temp json-schema grammar seed-per-request predict n-predict repeat-penalty",
+    "it is the field grammar of each request, as Lark has them": "grammar-file",
+    "there is none": "samplers sampling-seq mirostat mirostat-lr mirostat-ent repeat-last-n "
+    "typical dry-multiplier dry-base dry-allowed-length dry-penalty-last-n xtc-probability "
+    "xtc-threshold dynatemp-range top-nsigma cache-reuse cache-ram threads-http kv-unified "
+    "cpu-moe n-cpu-moe async-scheduling prio prio-batch",
+    "drop it: nothing is tried before a request comes; `jackfield warm` traces steps ahead": ""
+    "warmup",
+    SO: "no-warmup",
+    "drop it: a model stays while the server runs, or as long as --model-timeout says": ""
+    "keep-alive keepalive",
     "write --max-batch-size N": "max-num-seqs parallel max-running-requests",
     "write --max-batch-tokens N": "max-num-batched-tokens max-batch-prefill-tokens ubatch-size "
     "chunked-prefill-size max-prefill-tokens long-prefill-token-threshold",
@@ -157,7 +166,10 @@ FLAGS |= {short: FLAGS[f"--{name}"] for short, name in _SHORT.items()}
 
 def as_written(flag: str, arguments: Sequence[str]) -> str:
     """`flag` as `arguments` have it: of one like -ngl a parser tells the first letter alone."""
-    words = (argument.partition("=")[0] for argument in arguments)
+    words = [argument.partition("=")[0] for argument in arguments]
+    meant = flag.lstrip("-").replace("-", "_")
+    if flag not in words and (short := next((w for w in words if SHORT.get(w) == meant), None)):
+        return short
     known = FLAGS.keys() | SHORT.keys()
     return next((w for w in words if len(flag) == 2 and w in known and w.startswith(flag)), flag)
 
@@ -166,7 +178,7 @@ def instead_of_flag_of_server(flag: str, value: Any = None) -> str | None:
     """What to write instead of `flag`, behind which stands `value`; None: no idea."""
     flag = flag.replace("_", "-")
     name = _SHORT.get(flag, flag.lstrip("-")).replace("-", "_")
-    if is_neutral(name, value) and not (value is True and name in _SAID_TRUE):
+    if value is not None and is_neutral(name, value) and not (value is True and name in _SAID_TRUE):
         return SO
     if name in ("speculative_config", "speculative_model") and "ngram" in str(value):
         return "write --decoding prompt_lookup"

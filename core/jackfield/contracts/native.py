@@ -11,11 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+#: Bytes of `arguments` that a call of an attention or a cache has at most.
+ROOM = 1024
+
 
 class NativeCall(NamedTuple):
     """A call of a function in C: `bool function(const void *arguments)`.
 
-    Of an attention or a cache, `arguments` are 1,024 bytes at most: others come in each step.
+    Of an attention or a cache, `arguments` are `ROOM` bytes (1,024) at most: others come in each
+    step.
 
     It returns false where it cannot compute what it was given; then nothing was written outside of
     its outputs. It must not keep `arguments`, raise, or call Python: the GIL is not held.

@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
+from jackfield.bridge.native_calls import flaw_of
 from jackfield.contracts import FixedStep, KVCache, ModelInputs, PackedKVCache, PackedLayer
+from jackfield.contracts.native import ROOM
 from jackfield.engine.checked_cache import CheckedCache
 from jackfield.engine.checked_contents import Contents
 from jackfield.engine.checked_inputs import (
@@ -133,9 +135,14 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[PackedLayer, NativeCall] | None:
         """Not in steps whose keys and values are read back."""
-        written = None if self._spot else self._pages.native_write(layer, keys, values)
-        if written is not None:
-            self._hold(layer, written[0], keys)
+        written: Any = None if self._spot else self._pages.native_write(layer, keys, values)
+        if written is None:
+            return None
+        if not isinstance(written, tuple) or len(written) != 2:
+            raise fault(self, f"native_write must return a pair or None, got {quoted(written)}")
+        self._hold(layer, written[0], keys)
+        if flaw := flaw_of(written[1], ROOM):
+            raise fault(self, f"native_write (layer {layer}) {flaw}")
         return written
 
     def native_again(self, tokens: int) -> bool:
@@ -149,6 +156,9 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
             raise fault(self, f"write must return a PackedLayer, got {quoted(found)}")
         tables = found.tables
         if id(tables) not in self._seen:
+            if any(other.window == tables.window for other in self._seen.values()):
+                what = "the tables of another layer with the same window"
+                raise fault(self, f"write must return {what} in layer {layer}, not others")
             self._seen[id(tables)] = tables
             if self._fixed is None:
                 self._look(tables, found.keys, keys)

@@ -40,7 +40,8 @@ def in_our_words(given: Mapping[str, Any], known: Collection[str], call: str) ->
     typed: dict[str, str] = {}  # what was written for each of `found`
     for name, value in given.items():
         if value is None:
-            _check_known(name, known, call, value)
+            if not is_neutral(name, None):
+                _check_known(name, known, call, value)
         elif name in known:
             _put(found, typed, name, value, f"{name}={_shown(name, value)}")
         elif (habit := KEYWORDS.get(name)) is not None:

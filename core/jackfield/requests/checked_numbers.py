@@ -9,7 +9,7 @@ from jackfield.errors import SettingsError, quoted
 
 #: What to write where -1 was meant as other engines mean it.
 _MINUS_ONE = {
-    "max_new_tokens": "each text has a bound; name one",
+    "max_new_tokens": "each text has a bound; name one, such as 512",
     "top_k": "0 keeps all",
     "seed": "leave it out for any",
 }

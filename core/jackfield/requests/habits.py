@@ -277,7 +277,6 @@ FLAGS: Mapping[str, str] = {
     "max_batch_size": "it is a flag of `jackfield generate` and `chat`",
     "max_batch_tokens": "it is a flag of `jackfield generate` and `chat`; `memory` has "
     "--prefill-tokens N",
-    "model_id": "write --model MODEL, or where there is no such flag the model as an argument",
     "model_timeout": _SERVER,
     "non_blocking": "`jackfield serve` runs until a signal ends it; start it in the background",
     "port": _SERVER,

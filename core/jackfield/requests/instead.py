@@ -10,11 +10,13 @@ from jackfield.requests import neutral
 from jackfield.requests.neutral import asks_for_nothing
 from jackfield.requests.other_engines import LOADING, REQUESTS
 
+_PARTED = "cache_salt parts a prompt from others; jackfield.load(cache_implementation='paged?"
+_PARTED += "prefix_sharing=no') finds no beginnings at all"
 _PREFIX = "write cache_implementation='paged?prefix_sharing=no' to turn it off"
 _EAGER = "write compile='none'"
 
-#: word -> whether it is asked for -> the answer, where that of the table is for another value.
-_OTHERWISE: Mapping[str, Mapping[bool, str]] = {
+#: word of loading -> its value -> the answer, where that of the table is for another one.
+_OTHERWISE: Mapping[str, Mapping[Any, str]] = {
     **{
         n: {False: _PREFIX} for n in ("enable_prefix_caching", "enable_radix_cache", "cache_prompt")
     },
@@ -27,7 +29,21 @@ _OTHERWISE: Mapping[str, Mapping[bool, str]] = {
         "of what size, and max_batch_tokens=N how much a step has"
     },
     "use_mmap": {False: "weights are always mapped from their files; drop it"},
-    "embedding_only": {True: "texts are made here, and no embeddings; drop it"},
+    **{
+        n: {True: "texts are made here, and no embeddings; drop it"}
+        for n in ("embedding_only", "embedding", "embeddings")
+    },
+    **{
+        n: {0: "write device_map='cpu'"}
+        for n in ("n_gpu_layers", "gpu_layers", "num_gpu_layers", "num_gpu")
+    },
+}
+
+_UNBOUND = "each text has a bound here: write max_new_tokens=512"
+#: The same of a call.
+_OF_A_CALL: Mapping[str, Mapping[Any, str]] = {
+    **{name: {-1: _UNBOUND, -2: _UNBOUND, None: _UNBOUND} for name in neutral.BOUNDS},
+    "cache_prompt": {False: _PARTED},
 }
 
 #: A word whose value may say several things: what is said -> what to write.
@@ -65,7 +81,7 @@ def of_loading(name: str, value: Any) -> str:
     method = value.get("method") if isinstance(value, Mapping) else None
     if name == "speculative_config" and method in _GUESSING:
         return _GUESSING[method]
-    return _with_value(name, _chosen(LOADING, name, value), value)
+    return _with_value(name, _chosen(_OTHERWISE, LOADING, name, value), value)
 
 
 def of_request(name: str, value: Any) -> str:
@@ -81,7 +97,7 @@ def of_request(name: str, value: Any) -> str:
             return "write json_schema={'type': 'object'}"
         if name == "logit_bias" and (biases := _biases(value)):
             return f"write sequence_bias={_shown(biases)}"
-    return _with_value(name, _chosen(REQUESTS, name, value), value)
+    return _with_value(name, _chosen(_OF_A_CALL, REQUESTS, name, value), value)
 
 
 def _biases(value: Mapping[Any, Any]) -> list[list[Any]]:
@@ -92,9 +108,13 @@ def _biases(value: Mapping[Any, Any]) -> list[list[Any]]:
     return [[[int(token)], float(bias)] for token, bias in pairs]
 
 
-def _chosen(table: Mapping[str, str], name: str, value: Any) -> str:
-    found = _OTHERWISE.get(name, {})
-    return found.get(value, table[name]) if isinstance(value, bool) else table[name]
+def _chosen(
+    special: Mapping[str, Mapping[Any, str]], table: Mapping[str, str], name: str, value: Any
+) -> str:
+    for known, answer in special.get(name, {}).items():
+        if type(value) is type(known) and value == known:
+            return answer
+    return table[name]
 
 
 def _with_value(name: str, answer: str, value: Any) -> str:

@@ -17,7 +17,8 @@ LOADING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("enable_expert_parallel", "sharded", "tensor_parallel", "enforce_eager",
          "disable_cuda_graph", "enable_lora", "use_mlock", "logits_all", "embedding_only",
-         "disable_radix_cache"), (False,),
+         "disable_radix_cache", "numa", "embedding", "embeddings", "vocab_only"),
+        (False,),
     ),
     **dict.fromkeys(
         ("enable_prefix_caching", "enable_radix_cache", "cache_prompt", "enable_chunked_prefill",
@@ -39,6 +40,7 @@ LOADING: Mapping[str, tuple[Any, ...]] = {
          "rope_freq_scale"), (0,),
     ),
     **dict.fromkeys(("hf_overrides", "override_kv", "limit_mm_per_prompt"), ({},)),
+    "warmup": (True, False),
     "load_format": ("auto", "safetensors"),
     "runner": ("auto", "generate"),
 }  # fmt: skip
@@ -49,7 +51,8 @@ REQUESTS: Mapping[str, tuple[Any, ...]] = {
                     (1,)),
     **dict.fromkeys(
         ("decoder_input_details", "details", "early_stopping", "echo", "ignore_eos",
-         "include_stop_str_in_output", "no_stop_trim", "penalize_nl", "return_full_text",
+         "include_stop_str_in_output", "no_stop_trim", "penalize_nl", "post_sampling_probs", "raw",
+         "return_full_text", "return_tokens",
          "return_hidden_states", "return_logprob", "return_token_ids",
          "return_tokens_as_token_ids", "stream", "timings_per_token", "use_beam_search", "use_mtp",
          "use_tqdm", "watermark"), (False,),
@@ -66,8 +69,8 @@ REQUESTS: Mapping[str, tuple[Any, ...]] = {
          "top_a", "top_logprobs_num", "top_n_tokens", "xtc_probability"), (0,),
     ),
     **dict.fromkeys(
-        ("dynatemp_exponent", "length_penalty", "tfs",
-         "tfs_z", "typical_p"), (1,),
+        ("dynatemp_exponent", "length_penalty", "rep_pen", "repeat_penalty", "tfs", "tfs_z",
+         "typical_p"), (1,),
     ),
     **dict.fromkeys(
         ("dry_penalty_last_n", "id_slot", "repeat_last_n", "slot_id", "top_n_sigma"), (-1,)
@@ -86,14 +89,25 @@ REQUESTS: Mapping[str, tuple[Any, ...]] = {
     "xtc_threshold": (0.1,),
     "reasoning_format": ("auto", "deepseek"),
     "guided_decoding_backend": ("auto",),
-    "suffix": ("",),
+    "response_format": ({"type": "text"},),
     "top_k": (-1,),
 }  # fmt: skip
 
 
+#: What a word is given that is not used, of whatever kind its values are; {} may be a schema.
+_NOTHING: tuple[Any, ...] = ("", [], ())
+#: A text without a bound is what these ask for that are None, and no more than they ask for else.
+BOUNDS = frozenset(
+    {"max_tokens", "n_predict", "num_predict", "max_completion_tokens", "max_output_tokens",
+     "max_gen_len", "max_gen_length"}
+)  # fmt: skip
+
+
 def asks_for_nothing(table: Mapping[str, tuple[Any, ...]], name: str, value: Any) -> bool:
-    """Whether `value` is a neutral one of the word `name` of a table above."""
-    return any(_same(value, inert) for inert in table.get(name, ()))
+    """Whether `value` is a neutral one of the word `name`: one of a table above, or nothing."""
+    if value is None:
+        return name not in BOUNDS
+    return any(_same(value, inert) for inert in (*table.get(name, ()), *_NOTHING))
 
 
 def _same(value: Any, inert: Any) -> bool:

@@ -33,8 +33,9 @@ _LOADING: Mapping[str, str] = {
     "write cache_implementation='paged?prefix_sharing=no' to turn it off": "enable_prefix_caching "
     "disable_radix_cache cache_prompt enable_radix_cache",
     "write cache_implementation='paged?swap=yes'": "swap_space",
-    "write cache_implementation='quantized?nbits=4'": "kv_cache_dtype type_k type_v cache_type_k "
-    "cache_type_v quant_policy",
+    "write cache_implementation='quantized?nbits=4', or with hqq "
+    "cache_implementation='quantized?backend=hqq&nbits=8'": ""
+    "kv_cache_dtype type_k type_v cache_type_k cache_type_v quant_policy",
     "a GPU takes the whole model by itself; to part it, write max_memory={0: '10GB', 'cpu': '40GB'}"
     "": "cpu_offload_gb n_gpu_layers gpu_layers num_gpu_layers num_gpu tensor_split main_gpu "
     "split_mode offload_kqv",
@@ -50,7 +51,7 @@ _LOADING: Mapping[str, str] = {
     "write decoding='assisted?num_assistant_tokens=5' and assistant_model='demo-draft', with "
     "yours": "num_speculative_tokens draft_max num_pred_tokens",
     "write max_batch_size=8": "max_num_seqs max_running_requests n_parallel parallel "
-    "max_concurrent_requests",
+    "max_concurrent_requests n_seq_max",
     "write max_batch_tokens=512": "max_num_batched_tokens max_batch_prefill_tokens n_batch "
     "n_ubatch max_prefill_tokens ubatch_size",
     "write prefill_chunk_size=512": "chunked_prefill_size long_prefill_token_threshold",
@@ -74,7 +75,9 @@ _LOADING: Mapping[str, str] = {
     "a model stays until its engine is closed; drop it": "keep_alive",
     "set HF_TOKEN=… in the environment, or run `hf auth login`": "hf_token",
     "images are read by models in transformers' form, not by a GGUF file": "mmproj clip_model_path",
-    _NONE: "use_mlock numa served_model_name disable_log_stats disable_log_requests load_format "
+    "weights are read when a step needs them, and nothing is tried before; drop it": "warmup",
+    _NONE: "vocab_only chat_handler cache_reuse cache_ram kv_unified cpu_moe async_scheduling prio "
+    "use_mlock numa served_model_name disable_log_stats disable_log_requests load_format "
     "max_seq_len_to_capture guided_decoding_backend logits_all quantization_param_path",
 }
 
@@ -109,7 +112,9 @@ _REQUESTS: Mapping[str, str] = {
     "write adapter='name', one of jackfield.load(adapters={'name': 'FOLDER'})": "lora_request",
     "a text ends before its stop text; drop it": "include_stop_str_in_output no_stop_trim",
     "a prompt that is too long is an error; shorten it": "truncate_prompt_tokens truncate",
-    "prompts have no log-probabilities here; drop it": "prompt_logprobs decoder_input_details echo",
+    "prompts have no log-probabilities here; drop it": "prompt_logprobs decoder_input_details",
+    "a Completion's text is what is new: write PROMPT + completion.text": "echo",
+    "token ids are prompts as well: engine.generate([[5, 6, 7]])": "prompt_token_ids",
     "a Completion has a report, tokens and figures anyway; drop it": "details",
     "the context is the model's; drop it": "num_ctx n_ctx",
     "beginnings of prompts are found in the cache; cache_salt parts them": "cache_prompt",
@@ -121,7 +126,7 @@ _REQUESTS: Mapping[str, str] = {
     "a logits_processor of your own can do it": "mirostat mirostat_mode mirostat_tau mirostat_eta "
     "tfs_z tfs dynatemp_range dynatemp_exponent xtc_probability xtc_threshold dry_multiplier "
     "dry_base dry_allowed_length dry_penalty_last_n top_n_sigma top_a min_keep penalize_nl "
-    "repeat_last_n samplers watermark",
+    "repeat_last_n last_n_tokens_size samplers watermark",
     _NONE: "suffix spaces_between_special_tokens thinking_token_budget detokenize",
 }
 
@@ -145,7 +150,23 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "quantizer": {
-        "awq": "transformers' or 'int4-cpu",
+        "awq": "int4-cpu' or 'bnb-4bit",
+        **dict.fromkeys(
+            (
+                "q4_0",
+                "q4_1",
+                "q4_k",
+                "q4_k_m",
+                "q4_k_s",
+                "q5_0",
+                "q5_1",
+                "q5_k",
+                "q5_k_m",
+                "iq4_nl",
+            ),
+            "int4-cpu' or 'bnb-4bit",
+        ),
+        **dict.fromkeys(("q8_0", "q6_k"), "int8-cpu' or 'bnb-8bit"),
         "bnb": "bnb-4bit' or 'bnb-8bit",
         "eetq": "int8-cpu' or 'bnb-8bit",
         "fp8": "bnb-8bit' or 'torchao",
@@ -172,7 +193,8 @@ _ENGINE: Mapping[str, str] = {
     "write engine.stream(PROMPT), or astream": "generate_stream stream_generate streaming "
     "generate_async agenerate async_generate",
     "write engine.tokenizer": "tokenize detokenize encode decode get_tokenizer",
-    "write engine.close()": "shutdown stop unload reset abort_all",
+    "write engine.close()": "shutdown stop unload abort_all",
+    "each call begins anew; drop it": "reset reset_prefix_cache",
     "write engine.cancel(REQUEST)": "abort abort_request",
     "write engine.report() for what ran, or engine.statistics()": "get_metrics metrics stats",
     "texts are made here, and no embeddings": "embed embeddings create_embedding score classify",

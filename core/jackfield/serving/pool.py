@@ -129,8 +129,8 @@ class Served:
         try:
             if engine.tokenizer is None:
                 raise UsageError(
-                    f"{self.name} has no tokenizer, and a server answers with text: put its "
-                    "tokenizer.json beside the weights, or ask for token ids in Python"
+                    f"{self.name} has no tokenizer, and a server answers with text: "
+                    "in Python jackfield.load(MODEL, tokenizer='FOLDER') gives it one"
                 )
             check_own_settings(engine, self.name)
         except UsageError:

@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jackfield.bridge.native_calls import difference, flaw_of, run_together, unlike
 from jackfield.bridge.native_calls import run as run_call
-from jackfield.bridge.native_calls import run_together
 from jackfield.contracts import Native, NativeCall
 from jackfield.testing.checks import WrongError
 from jackfield.testing.threads import are_alone
@@ -20,23 +20,30 @@ from jackfield.testing.threads import are_alone
 _ROUNDINGS, _IN_SUMS = 8, 64
 
 
-def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **given: Any) -> bool:
+def agrees(
+    what: str,
+    native: Native,
+    due: torch.Tensor,
+    *arguments: Any,
+    room: int | None = None,
+    **given: Any,
+) -> bool:
     """Hold what `native` offers for these arguments to `due`. Whether it offers anything.
 
     `native` gets an output that is full of numbers that nobody computed. Raises WrongError.
     """
-    out = torch.empty_strided(due.shape, due.stride(), dtype=due.dtype).fill_(float("nan"))
+    out = unlike(due)
     call = native(out, *arguments, **given)
     if call is None:
         return False
-    if not isinstance(call, NativeCall):
-        raise WrongError(f"{what} must return a NativeCall or None, got {type(call).__name__}")
+    if flaw := flaw_of(call, room):
+        raise WrongError(f"{what} {flaw}")
     for again in range(2):  # a step runs it any number of times
         repeats(f"{what}{', run again' if again else ''}", call, out, due)
     if call.by_row and arguments[0].dim() == 3:
         _by_row(what, native, due, *arguments, **given)
     if call.together:
-        others = [torch.full_like(out, float("nan")) for _ in range(3)]
+        others = [unlike(due) for _ in range(3)]
         calls = [native(other, *arguments, **given) for other in others]
         if not run_together([one for one in calls if one is not None]):
             raise WrongError(f"calls of {what} say that they cannot be done together")
@@ -104,7 +111,7 @@ def agree_together(
     for (_, *rest), given in calls:
         first = calls[0][0][0]
         due = run(first, *rest, **given)
-        out = torch.full_like(due, float("nan"))
+        out = unlike(due)
         call = native(out, first, *rest, **given)
         if call is not None and call.together:
             made.append((call, out, due))
@@ -122,7 +129,7 @@ def agree_together(
 def _by_row(what: str, native: Native, due: torch.Tensor, *arguments: Any, **given: Any) -> None:
     """The last row of each text, made alone."""
     first, *rest = arguments
-    out = torch.full_like(due[:, -1:], float("nan"), memory_format=torch.contiguous_format)
+    out = unlike(due[:, -1:].contiguous())
     call = native(out, first[:, -1:].contiguous(), *rest, **given)
     if call is not None:
         repeats(f"{what}, which says by_row, asked for one row,", call, out, due[:, -1:])
@@ -168,13 +175,9 @@ class Heard(TorchDispatchMode):
 
 
 def _compare(what: str, found: torch.Tensor, due: torch.Tensor) -> None:
-    if not due.numel():
-        return
-    sums = torch.float64 if due.dtype is torch.float64 else torch.float32
-    bound = _ROUNDINGS * torch.finfo(due.dtype).eps + _IN_SUMS * torch.finfo(sums).eps
-    found, due = found.double(), due.double()
-    off, most = (found - due).abs().max().item(), due.abs().max().item()
-    if not off <= bound * max(most, 1.0):
-        raise WrongError(
-            f"{what} writes numbers that are {off:.2g} off those of the Python function"
-        )
+    bound = 0.0
+    if due.is_floating_point():
+        sums = torch.float64 if due.dtype is torch.float64 else torch.float32
+        bound = _ROUNDINGS * torch.finfo(due.dtype).eps + _IN_SUMS * torch.finfo(sums).eps
+    if flaw := difference(found, due, bound, least=1.0):
+        raise WrongError(f"{what} {flaw}")

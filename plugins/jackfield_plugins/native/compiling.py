@@ -18,7 +18,14 @@ from pathlib import Path
 
 from jackfield.contracts.private_files import CACHE
 from jackfield.errors import shown
-from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
+from jackfield_plugins.native.keeping import (
+    KeepingError,
+    cache_root,
+    keep,
+    kept,
+    making,
+    own_folder,
+)
 
 logger = logging.getLogger("jackfield")
 
@@ -55,16 +62,26 @@ def library(
         path = own_folder(cache_root()) / f"{name}-{key(folder, command)}.so"
     except KeepingError as error:
         raise CompilingError(str(error)) from None
-    found = kept(path)
-    if isinstance(found, bytes):
-        try:
-            return _loaded(name, found)
-        except OSError as error:
-            found = f"does not load ({error})"
-    if found:
-        logger.warning("%s %s; the kernel of %s is compiled anew", path, found, name)
-    logger.info("compiling the kernel of %s, once on this machine, with %s", name, command[0])
-    return _made(name, folder, command, path, instead)
+    if not isinstance(found := _found(name, path), str):
+        return found
+    with making(path, SECONDS):
+        if not isinstance(found := _found(name, path), str):  # who was waited for has made it
+            return found
+        if found:
+            logger.warning("%s %s; the kernel of %s is compiled anew", path, found, name)
+        logger.info("compiling the kernel of %s, once on this machine, with %s", name, command[0])
+        return _made(name, folder, command, path, instead)
+
+
+def _found(name: str, path: Path) -> ctypes.CDLL | str:
+    """What is kept in `path`; or why it is not taken, which is "" where nothing is."""
+    content = kept(path)
+    if not isinstance(content, bytes):
+        return content or ""
+    try:
+        return _loaded(name, content)
+    except OSError as error:
+        return f"does not load ({error})"
 
 
 def _loaded(name: str, content: bytes) -> ctypes.CDLL:

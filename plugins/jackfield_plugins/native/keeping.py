@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from jackfield.contracts import private_files
@@ -119,6 +120,36 @@ def kept(path: Path) -> bytes | str | None:
     with contextlib.suppress(OSError):  # it may be read, and not written
         os.utime(path)
     return content
+
+
+@contextlib.contextmanager
+def making(path: Path, seconds: float) -> Iterator[None]:
+    """While what will be kept in `path` is made here, others who would make it wait.
+
+    Threads and processes; after `seconds`, or where there are no locks, they go on all the same.
+    """
+    import fcntl  # where nothing is compiled, there may be none
+
+    try:
+        file = path.with_suffix(".lock").open("w")
+    except OSError:  # who makes it says what is wrong with the folder
+        yield
+        return
+    mine, until = False, time.monotonic() + seconds
+    with file:
+        with contextlib.suppress(OSError):
+            while not mine and time.monotonic() < until:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    mine = True
+                except BlockingIOError:
+                    time.sleep(0.05)
+        try:
+            yield
+        finally:
+            if mine:
+                Path(file.name).unlink(missing_ok=True)
+                fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file as well
 
 
 def keep(path: Path, content: bytes) -> None:

@@ -31,16 +31,19 @@ _END = "a text goes on where logit_bias has the id of the EOS token at -100, up 
 #: answer -> the fields that it answers
 _ANSWERS = {
     _END: "ignore_eos min_tokens min_new_tokens min_length",
-    _NONE: "typical_p tfs_z mirostat mirostat_tau mirostat_eta dynatemp_range dynatemp_exponent "
+    "it is for Python alone: engine.generate(…, NAME=…)": "priority skip_special_tokens "
+    "no_repeat_ngram_size typical_p epsilon_cutoff eta_cutoff",
+    _NONE: "tfs_z mirostat mirostat_tau mirostat_eta dynatemp_range dynatemp_exponent "
     "xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n "
     "dry_sequence_breakers top_n_sigma samplers top_a watermark length_penalty early_stopping "
-    "diversity_penalty epsilon_cutoff eta_cutoff quadratic_sampling min_keep n_keep n_discard "
-    "id_slot slot_id penalize_nl repeat_last_n no_repeat_ngram_size "
+    "diversity_penalty quadratic_sampling min_keep n_keep n_discard "
+    "id_slot slot_id penalize_nl repeat_last_n "
     "detokenize vllm_xargs kv_transfer_params logits_processors return_hidden_states "
     "thinking_token_budget "
     "return_token_ids return_tokens_as_token_ids include_stop_str_in_output no_stop_trim "
-    "skip_special_tokens spaces_between_special_tokens add_special_tokens "
-    "mm_processor_kwargs guided_decoding_backend guided_whitespace_pattern priority",
+    "spaces_between_special_tokens add_special_tokens "
+    "mm_processor_kwargs guided_decoding_backend guided_whitespace_pattern",
+    "the prompt of /v1/completions may be token ids": "prompt_token_ids",
     "texts end where stop says; token ids are not looked for": "stop_token_ids",
     "write choices or regex, which leave only those": "allowed_token_ids",
     "a prompt that is too long is refused; shorten it": "truncate truncate_prompt_tokens",
@@ -57,7 +60,7 @@ _ANSWERS = {
     "write adapter, with the name of one of --adapters": "adapter_id lora_path lora_name lora "
     "lora_request",
     "send it as the header X-Request-ID": "request_id rid",
-    "the server has a deadline": "t_max_predict_ms timeout max_time",
+    "the server has one for all requests: --deadline SECONDS": "t_max_predict_ms timeout max_time",
     "prompts are always kept for the next, within one key; cache_salt parts them": "cache_prompt",
     "thoughts come apart, as reasoning_content: leave it unread": "include_reasoning",
     "thoughts always come apart, as reasoning_content; put both together yourself": ""
@@ -129,4 +132,10 @@ def instead_of_field(
     ours = names.get(_SETTINGS.get(name, ""), "")
     if ours.partition(".")[0] in fields and ours != "model":
         return f"write {ours}"
-    return _FIELDS.get(name)
+    answer = _FIELDS.get(name)
+    return answer.replace("NAME", name) if answer else None
+
+
+def is_nothing(name: str) -> bool:
+    """Whether no field of a body has what others call so."""
+    return _FIELDS.get(name) == _NONE

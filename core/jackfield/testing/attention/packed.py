@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from jackfield.contracts import NativeCall, PackedLayer
+from jackfield.contracts.native import ROOM
 from jackfield.testing.attention import drawn, sizes, steps
 from jackfield.testing.attention.calls import held_to_shape
 from jackfield.testing.attention.faults import Call
@@ -144,7 +145,7 @@ def _hold_native(
     def native(out: torch.Tensor) -> NativeCall | None:
         return offered(query, layer, out, **given)
 
-    agrees("native", native, output)
+    agrees("native", native, output, room=ROOM)
 
 
 def _hold_again(

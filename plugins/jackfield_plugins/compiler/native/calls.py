@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jackfield.contracts import NativeCall, NativeOffers
+from jackfield.contracts.native import ROOM
 from jackfield.errors import ExecutionError
 from jackfield_plugins.compiler.native.operators import cleared
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 _INSTRUCTION = struct.Struct("@2q")  # `struct Instruction` in kernel.cpp
-_ROOM = 1024  # bytes of arguments that a call of a step may bring
 
 Run = Callable[[int, int], int]
 
@@ -54,6 +54,7 @@ class Stretch:
         self._run = run
         self._names: list[str] = []
         self._held: list[Any] = []
+        self._keeps: dict[int, Any] = {}  # of calls that were put in their places
         self._packed: list[bytes] = []
 
     def add(self, name: str, call: NativeCall) -> None:
@@ -63,7 +64,7 @@ class Stretch:
 
     def reserve(self, name: str) -> tuple[int, int]:
         """Room for a call to come: its number, and where its arguments go."""
-        memory = ctypes.create_string_buffer(_ROOM)
+        memory = ctypes.create_string_buffer(ROOM)
         self._place(name, 0, memory)
         return len(self._names) - 1, ctypes.addressof(memory)
 
@@ -81,10 +82,7 @@ class Stretch:
     def put(self, at: tuple[int, int], call: NativeCall) -> None:
         """Have call number `at` be this one, from the next run on."""
         number, place = at
-        if len(call.arguments) > _ROOM:
-            raise ExecutionError(
-                f"a native call takes {len(call.arguments)} bytes, at most {_ROOM}"
-            )
+        self._keeps[number] = call.keeps
         ctypes.memmove(place, call.arguments, len(call.arguments))
         struct.pack_into("@q", self._instructions, number * _INSTRUCTION.size, call.function)
 

@@ -103,7 +103,7 @@ def _parts(value: Any) -> list[Any] | None:
         names = value.co_names, value.co_varnames, value.co_freevars
         return [value.co_code, *names, value.co_consts]
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        cells = [_content(cell) for cell in value.__closure__ or ()]
         return [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
@@ -143,11 +143,11 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def _content(cell: types.CellType) -> Any:
     try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+        return cell.cell_contents
+    except ValueError:  # nothing is in it
+        return ...
 
 
 def _name(value: Any) -> str:

@@ -97,7 +97,7 @@ def _columns_of(x: torch.Tensor, dim: int) -> tuple[int, int, int, int, int] | N
     """The same of the rows along `dim`, which become one."""
     if x.dtype not in FLOATS or not x.is_contiguous():
         return None
-    size = x.stride(dim)
+    size = math.prod(x.shape[dim + 1 :])  # the stride of one that is alone says nothing
     return math.prod(x.shape[:dim]), x.shape[dim], size, x.shape[dim] * size, size
 
 

@@ -164,6 +164,8 @@ def _why_unpacked(requirements: Requirements, options: Any) -> list[str]:
     from jackfield_plugins.quantizer.gguf.native import KERNELS, cannot_load
 
     if getattr(options, "kernel", None) == "none":
+        if rounds(options):
+            return ["activations=int8 computes with blocks, which kernel=none unpacks; drop one"]
         return ["as kernel=none asks"]
     if requirements.device not in ("cpu", None):
         return [f"keeps blocks on the CPU, not on {requirements.device}"]
