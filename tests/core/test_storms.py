@@ -227,7 +227,7 @@ class Storm(Stepped):
 
 TestStorm = Storm.TestCase
 TestStorm.settings = settings(
-    max_examples=share(1.0),
+    max_examples=share(0.4),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

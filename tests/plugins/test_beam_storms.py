@@ -12,6 +12,7 @@ from families import oracle, prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from samples import share
 from storming import Stepped
 
 import jackfield
@@ -188,7 +189,7 @@ class Storm(Stepped):
 
 
 Storm.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True,
+    max_examples=share(0.5), stateful_step_count=30, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 TestBeamStorm = Storm.TestCase

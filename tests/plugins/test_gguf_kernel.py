@@ -279,6 +279,10 @@ def test_layers() -> None:
     embedding.weight = layer.weight  # as tied ones are
     plain = linear(torch.eye(256), layer.weight, None, layer.matrix).T[[5, 69]].bfloat16()
     assert torch.equal(embedding(torch.tensor([5, 69])), plain * 16)
+    embedding = GgufEmbedding(Matrix("Q4_0", 70, 256), torch.bfloat16, 640**0.5)
+    embedding.weight = layer.weight
+    scale = torch.tensor(640**0.5, dtype=torch.bfloat16)  # as Gemma's own layer rounds it
+    assert torch.equal(embedding(torch.tensor([5, 69])), plain * scale)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def test_pieces_of_prompts_beside_rows_that_decode(family: str, read: list[bool]
     assert read.count(True) > 5
 
 
-def test_nobody_waits_for_a_trace_of_a_prompt(read: list[bool]) -> None:
+def test_nobody_waits_for_a_trace_of_a_prompt(
+    read: list[bool], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, most = build("llama", torch.float32), few(torch.float32)
     with load(model) as engine:
         engine.generate(prompts((20,)), max_new_tokens=3)
@@ -100,6 +102,14 @@ def test_nobody_waits_for_a_trace_of_a_prompt(read: list[bool]) -> None:
     with load(model) as engine:  # on disk by now
         engine.generate(prompts((most,)), max_new_tokens=3)
     assert read[-1]
+    (file,) = (tmp_path / "cache").rglob(f"*1x{most}*")
+    file.write_bytes(file.read_bytes()[:-1])
+    with load(model) as engine:
+        for _ in range(2):
+            engine.generate(prompts((most,)), max_new_tokens=3)
+        assert compiled(engine).compiled.graphs == 1
+    assert read[-2:] == [False, False]
+    assert caplog.text.count("is damaged, or was changed") == 1  # and said once
 
 
 @pytest.mark.parametrize(

@@ -122,11 +122,14 @@ class CompiledForward:
         made.record(cache, attention, most, trial, backends, named=named)
         self.recorded = made
 
-    def ahead(self, most: int, *, packed: bool) -> list[int]:
+    def ahead(self, most: int, *, packed: bool, prompts: bool) -> list[int]:
         """Compile decode steps of up to `most` sequences before they come; the sizes, in tokens.
 
-        None are where the compiler has to wait for a step. Raises ExecutionError.
+        With `prompts` also packed steps of as many tokens as a compiler reads prompts in. None are
+        where the compiler has to wait for a step. Raises ExecutionError.
         """
+        if packed and prompts:
+            most = max(most, self.compilation.reads_up_to)
         sizes = sorted({self._fill(count) for count in range(1, most + 1)})
         shapes = [(1, size) if packed else (size, 1) for size in sizes]
         before = self.compilation.graphs

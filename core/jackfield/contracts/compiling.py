@@ -76,6 +76,8 @@ class Compilation(ABC):
         seconds: The time that took, from the first call of a shape to its first computation.
         kept: How many of `graphs` are on disk for the next process; the backend counts.
         num_bytes: What recordings take on the device.
+        reads_up_to: Steps of so many tokens that read prompts may be compiled, where `reads` says
+            so; `ahead` is asked for them as well where prompts will come.
         anew: A request came, and the model may have been changed before it. Set by the engine; a
             backend that keeps what it compiled compares the whole model then, and unsets it.
         offers: What the plan's other backends offer as functions in C; set before `compile`.
@@ -85,6 +87,7 @@ class Compilation(ABC):
     graphs: int = 0
     seconds: float = 0.0
     kept: int = 0
+    reads_up_to: int = 0
     anew: bool = True
     offers: NativeOffers = NativeOffers()
 

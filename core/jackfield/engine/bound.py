@@ -189,11 +189,12 @@ class BoundModel:
         self.adapter.switch(on=on)
         self.cache.forget()
 
-    def compile_ahead(self, most: int) -> list[int]:
+    def compile_ahead(self, most: int, *, prompts: bool) -> list[int]:
         """Compile decode steps of up to `most` sequences now; their sizes, none where it cannot."""
         if self.compiled is None:
             return []
-        return self.compiled.ahead(most, packed=isinstance(self.cache, PackedKVCache))
+        packed = isinstance(self.cache, PackedKVCache)
+        return self.compiled.ahead(most, packed=packed, prompts=prompts)
 
     def record(self, most: int) -> None:
         """Record whole decode steps of up to `most` sequences, where that was planned."""

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -430,16 +431,19 @@ class Engine:
         finally:
             self._one_trace.release()
 
-    def compile_ahead(self) -> list[int]:
+    def compile_ahead(self, *, prompts: bool = False) -> list[int]:
         """Compile decode steps of all sizes up to `max_batch_size`, before a request waits for one.
 
-        Returns the sizes, in sequences; none where nothing is compiled, or only when a step comes
-        (all compilers but `native`). Steps with drafts are compiled when they first come. Raises
-        ExecutionError where the model cannot be compiled, UsageError while requests are open.
+        With `prompts` also steps that read prompts, of as many tokens as the compiler takes them
+        in (`native`: 128, in float32 64). Returns the sizes, in tokens; none where nothing is
+        compiled, or only when a step comes (all compilers but `native`). Steps with drafts are
+        compiled when they first come. Raises ExecutionError where the model cannot be compiled,
+        UsageError while requests are open.
         """
         sizes: list[int] = []
         most = self._loop.limits.max_batch_size
-        self._worker.while_idle(lambda: sizes.extend(self._bound.compile_ahead(most)))
+        ahead = partial(self._bound.compile_ahead, most, prompts=prompts)
+        self._worker.while_idle(lambda: sizes.extend(ahead()))
         return sizes
 
     def close(self) -> None:

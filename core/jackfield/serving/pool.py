@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -268,8 +269,8 @@ class Pool:
         for served in self.models.values():
             engine = await served.preload()
             say(engine.explain())
-            if sizes := await served.in_thread(engine.compile_ahead):
-                say(f"{served.name}: steps of {', '.join(map(str, sizes))} sequences are compiled")
+            if sizes := await served.in_thread(partial(engine.compile_ahead, prompts=True)):
+                say(f"{served.name}: steps of {', '.join(map(str, sizes))} tokens are compiled")
 
     async def __aenter__(self) -> Pool:
         self._watching = asyncio.create_task(self._watch(), name="jackfield-watch")

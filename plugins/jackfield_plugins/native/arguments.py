@@ -34,3 +34,14 @@ def _told(tensor: torch.Tensor | None) -> str:
     if tensor.is_cpu and tensor.numel() and not tensor.data_ptr():
         return f"{told}, without memory"
     return told
+
+
+def is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:
+    """Whether a kernel of linears can read it: dense, of this size and dtype, on the CPU."""
+    return (
+        bias.is_cpu
+        and bias.dtype is dtype
+        and bias.numel() == out_features
+        and bias.is_contiguous()
+        and bias.data_ptr() != 0
+    )

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
+constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
+
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned flags);
 
 // Has up to `threads` threads do work(0) to work(count - 1); a work of two numbers does the tasks from one up to the

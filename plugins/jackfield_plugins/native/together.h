@@ -4,8 +4,6 @@
 
 #include "threads.h"
 
-constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
-
 // How tasks of a work are done: `task(n)` does one, or `several(from, to)` some, up to `side()` of them side by side.
 template <class Work, class = void>
 struct Doing {

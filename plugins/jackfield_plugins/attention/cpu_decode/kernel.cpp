@@ -19,7 +19,6 @@ namespace {
 constexpr int64_t CHUNK = 256;      // keys of a task
 constexpr int64_t BLOCK = 32;       // keys whose values stay in the nearest cache for all heads
 constexpr int64_t SOON = 16;        // keys ahead that are asked for
-constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
 
 // What Python packs, field by field. Strides are in elements; those within heads are 1. `key` and
 // `value` are [batch, kv_heads, keys, size], or pools [pages, page_size, kv_heads, size].

@@ -23,7 +23,6 @@ namespace {
 
 constexpr int64_t KEYS = 128;              // of a block
 constexpr int64_t LANES_OF_A_TASK = 192;   // queries times heads: keys are read once for all
-constexpr int64_t PAYS = 1 << 17;          // multiplications that pay for waking a further thread
 constexpr int TALL = 8;                    // keys whose scores are looked at together
 #if defined(__AVX512F__)
 constexpr int BROAD = 3;  // vectors of lanes that are taken together: all sums fit into the registers
@@ -97,7 +96,7 @@ class Prompts {
         }
         before[call.sequences] = tasks;
         products *= call.heads * (call.key_size + call.value_size);
-        int64_t threads = std::min({call.threads, tasks, products / PAYS + 1});
+        int64_t threads = std::min({call.threads, tasks, products / WORTH + 1});
         auto each = [](void* self) { static_cast<Prompts*>(self)->work(); };
         if (threads > 1) GOMP_parallel(each, this, threads, 0);
         else each(this);

@@ -11,6 +11,7 @@ import torch
 from jackfield.contracts import Compilation
 from jackfield.errors import ExecutionError, first_line
 from jackfield_plugins.compiler.holding import Held
+from jackfield_plugins.compiler.native.between import Size, between, in_order
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.compiler.native.kept import KeptGraphs
 from jackfield_plugins.compiler.native.linears import KERNEL, few
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from jackfield.contracts.compiling import ModelStep
-
-Size = tuple[int, int]  # rows, tokens of a row
 
 
 class NativeCompilation(Compilation):
@@ -62,15 +61,16 @@ class NativeCompilation(Compilation):
         step = max(8, power // 8) if power > 16 else power
         return -(-count // step) * step
 
+    @property
+    def reads_up_to(self) -> int:  # type: ignore[override]
+        return few(self._model.dtype)
+
     def reads(self, rows: int, width: int) -> bool:
         """Few tokens in one row, where a graph of as many is there: nobody waits for a trace."""
-        if rows != 1 or width > few(self._model.dtype):
+        if rows != 1 or width > self.reads_up_to:
             return False
         self._look()
-        if (rows, width) in self._graphs:
-            return True
-        self._kept = self._kept or KeptGraphs(self._model)
-        return self._kept.has(rows, width)
+        return self._read((rows, width))[0] is not None
 
     def compile(self, step: ModelStep) -> ModelStep:
         def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
@@ -83,7 +83,7 @@ class NativeCompilation(Compilation):
 
     def ahead(self, step: ModelStep, sizes: Sequence[Size]) -> None:
         self._look()
-        for size in sizes:
+        for size in in_order(sizes):
             if size not in self._programs:
                 self._made(step, size)
 
@@ -121,23 +121,28 @@ class NativeCompilation(Compilation):
         return program
 
     def _graph(self, step: Callable[..., Any], size: Size) -> Graph:
-        found = self._graphs.get(size)
+        found, kept = self._read(size)
         if found is None:
-            self._kept = self._kept or KeptGraphs(self._model)
-            if (replaced := self._kept.replaced) is not None:
+            if (replaced := kept.replaced) is not None:
                 raise ExecutionError(
                     f"native cannot trace {type(self._model).__name__}: {replaced} is not torch's "
                     "own, and a trace holds what torch has; put it back, or load it without compile"
                 )
-            found = self._kept.read(*size)
-            kept = found is not None
-            if found is None:
-                found = self._traced(step, size)
-                kept = self._kept.keep(found)
+            found = between(self._graphs, size) or self._traced(step, size)
             self._graphs[size] = found
-            self.kept += kept
+            self.kept += kept.keep(found)
             self.graphs += 1
         return found
+
+    def _read(self, size: Size) -> tuple[Graph | None, KeptGraphs]:
+        """The graph of a step of this size, if one is here or on disk, and what is on disk."""
+        self._kept = self._kept or KeptGraphs(self._model)
+        found = self._graphs.get(size)
+        if found is None and (found := self._kept.read(*size)) is not None:
+            self._graphs[size] = found
+            self.kept += 1
+            self.graphs += 1
+        return found, self._kept
 
     def _traced(self, step: Callable[..., Any], size: Size) -> Graph:
         try:

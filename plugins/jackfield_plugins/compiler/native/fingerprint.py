@@ -70,8 +70,10 @@ class Fingerprints:
             return f"{_name(value)} {self.of(type(value).forward)} {self.of(own, within + 1)}"
         if (parts := _parts(value)) is not None:
             return f"{_name(value)} ({', '.join([self.of(one, within) for one in parts])})"
-        if isinstance(value, OpOverload | logging.Logger | torch.finfo):
+        if isinstance(value, OpOverload | torch.finfo):
             return f"{_name(value)} {value}"
+        if isinstance(value, logging.Logger):  # without its level: nothing is said in a graph
+            return f"{_name(value)} {value.name}"
         if isinstance(value, types.ModuleType):
             return f"module {value.__name__}"
         if isinstance(value, types.BuiltinFunctionType):

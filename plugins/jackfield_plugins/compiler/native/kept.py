@@ -44,6 +44,7 @@ class KeptGraphs:
         self.replaced = next((at for at, name in _torchs(model).items() if name is None), None)
         self._key: str | None = None
         self._folder: Path | None = None
+        self._unread: set[tuple[int, int]] = set()  # of sizes whose file is told to be no graph
         if self.replaced is None:
             # An attribute may have no plain form.
             with contextlib.suppress(TypeError, ValueError):
@@ -55,13 +56,9 @@ class KeptGraphs:
         except KeepingError as error:
             logger.warning("graphs of native steps are traced anew in each process: %s", error)
 
-    def has(self, rows: int, width: int) -> bool:
-        """Whether there is a file of the graph of a step of this size."""
-        return self._folder is not None and self._path(rows, width).is_file()
-
     def read(self, rows: int, width: int) -> Graph | None:
         """The graph of a step of this size, where one was kept for just this model."""
-        if self._folder is None:
+        if self._folder is None or (rows, width) in self._unread:
             return None
         path = self._path(rows, width)
         found = kept(path)
@@ -72,6 +69,7 @@ class KeptGraphs:
                 found = f"is no graph ({error})"
         if found:
             logger.warning("%s %s; the step is traced anew", path, found)
+            self._unread.add((rows, width))
         return None
 
     def keep(self, graph: Graph) -> bool:

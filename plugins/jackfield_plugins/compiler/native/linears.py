@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
 from pathlib import Path
@@ -14,6 +13,7 @@ from jackfield.contracts.native import NativeCall
 from jackfield_plugins.native import NativeKernel
 
 KERNEL = NativeKernel("native", Path(__file__).parent, instead="'none'")
+address = KERNEL.address  # of a function
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 FEW_TURNED = 8  # rows, up to which a linear is faster here, where those of a weight are its inputs
 
@@ -23,11 +23,6 @@ LINEAR = struct.Struct("@11q")  # `struct Linear`
 def few(dtype: torch.dtype) -> int:
     """Up to how many rows a linear is faster here than torch's."""
     return 128 if dtype is torch.bfloat16 else 64
-
-
-def address(name: str) -> int:
-    """Where a function of the kernel lies."""
-    return ctypes.cast(KERNEL.library()[name], ctypes.c_void_p).value or 0
 
 
 def form(

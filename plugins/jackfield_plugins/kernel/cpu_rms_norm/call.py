@@ -57,8 +57,8 @@ def rms_norm(
     dense = rows if rows.is_contiguous() else rows.contiguous()
     out = torch.empty_like(dense)
     arguments = _arguments(out, dense, weight, epsilon, offset, rounds_first)
-    if out.numel():
-        _function(_NAMES[rows.dtype])(arguments)
+    if out.numel() and not _function(_NAMES[rows.dtype])(arguments):
+        raise ExecutionError("cpu-rms-norm: the kernel has no such norm")
     return out
 
 

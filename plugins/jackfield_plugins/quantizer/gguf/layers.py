@@ -89,7 +89,12 @@ class GgufEmbedding(_InBlocks):
         super().__init__(matrix)
         _, self.num_embeddings, self.embedding_dim = matrix
         self.dtype = dtype
-        self.embed_scale = embed_scale
+        # Rounded to the dtype once: a tensor made in `forward` would be a constant of a graph.
+        self.embed_scale = (
+            None
+            if embed_scale is None
+            else torch.tensor(embed_scale, dtype=dtype, device="cpu").item()
+        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """Rows of ids `[...]`, `[..., embedding_dim]`."""
@@ -106,4 +111,4 @@ class GgufEmbedding(_InBlocks):
             found = native.rows(input, weight, self.matrix, self.dtype)
         if self.embed_scale is None:
             return found
-        return found * torch.tensor(self.embed_scale, dtype=self.dtype)
+        return found * self.embed_scale

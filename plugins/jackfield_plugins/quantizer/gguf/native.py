@@ -19,7 +19,7 @@ import torch
 from jackfield.contracts import NativeCall
 from jackfield.errors import ExecutionError
 from jackfield_plugins.native import NativeKernel, pages
-from jackfield_plugins.native.arguments import unreadable
+from jackfield_plugins.native.arguments import is_bias, unreadable
 
 UNIT = 64  # outputs that lie side by side
 
@@ -60,8 +60,10 @@ Kernels = Mapping[str, NativeKernel]
 def _kernels(name: str, folder: Path, instead: str) -> Kernels:
     """One of each type: a file has two or three, and all together take minutes to compile."""
     return {
-        kind: NativeKernel(f"{name}-{kind}", folder, instead, (f"TYPES=CASE({kind})",))
-        for kind in BLOCKS
+        kind: NativeKernel(
+            f"{name}-{kind}", folder, instead, (f"TYPES=CASE({kind})", f"HELD={blocks.held}")
+        )
+        for kind, blocks in BLOCKS.items()
     }
 
 
@@ -148,8 +150,9 @@ def linear(
         hidden = hidden.contiguous()
     out = hidden.new_empty((*hidden.shape[:-1], matrix.out_features))
     arguments = _of_linear(hidden, packed, bias, matrix, out)
-    if out.numel():
-        (_int8_function if int8 else _function)(matrix.kind, _NAMES[int8][0])(arguments)
+    function = _int8_function if int8 else _function
+    if out.numel() and not function(matrix.kind, _NAMES[int8][0])(arguments):
+        raise ExecutionError(f"gguf: the kernel of {matrix.kind} has no such product")
     return out
 
 
@@ -190,7 +193,7 @@ def _of_linear(
         and packed.dtype is torch.uint8
         and packed.nbytes == _nbytes(matrix)
         and packed.is_contiguous()
-        and (bias is None or _is_bias(bias, out_features, dtype))
+        and (bias is None or is_bias(bias, out_features, dtype))
     ):
         raise _unreadable(hidden, packed, bias, matrix)
     read, weight = hidden.data_ptr(), packed.data_ptr()
@@ -270,16 +273,6 @@ def _address_of(kernels: Kernels) -> Callable[[str, str], int]:
 
 _function, _int8_function = _function_of(KERNELS), _function_of(INT8_KERNELS)
 _address, _int8_address = _address_of(KERNELS), _address_of(INT8_KERNELS)
-
-
-def _is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:
-    return (
-        bias.is_cpu
-        and bias.dtype is dtype
-        and bias.numel() == out_features
-        and bias.is_contiguous()
-        and bias.data_ptr() != 0
-    )
 
 
 def _unreadable_rows(index: torch.Tensor, packed: torch.Tensor, matrix: Matrix) -> ExecutionError:

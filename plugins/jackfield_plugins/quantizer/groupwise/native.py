@@ -15,7 +15,7 @@ import torch
 from jackfield.contracts import NativeCall
 from jackfield.errors import ExecutionError
 from jackfield_plugins.native import NativeKernel
-from jackfield_plugins.native.arguments import listed, unreadable
+from jackfield_plugins.native.arguments import is_bias, listed, unreadable
 from jackfield_plugins.quantizer.groupwise import layout
 from jackfield_plugins.quantizer.groupwise.quantize import (
     BITS,
@@ -80,8 +80,8 @@ class NativeProduct:
             hidden = hidden.contiguous()
         out = hidden.new_empty((*hidden.shape[:-1], sizes[1]))
         arguments = self._arguments(hidden, packed, bias, sizes, out)
-        if out.numel():
-            self._linear(arguments)
+        if out.numel() and not self._linear(arguments):
+            raise ExecutionError(f"the kernel of {sizes[3]}-bit weights has no such product")
         return out
 
     def native(
@@ -125,7 +125,7 @@ class NativeProduct:
             and scales.dtype is torch.bfloat16
             and scales.nbytes == expected[1]
             and scales.is_contiguous()
-            and (bias is None or _is_bias(bias, out_features, dtype))
+            and (bias is None or is_bias(bias, out_features, dtype))
         ):
             raise _unreadable(hidden, packed, bias, sizes)
         read, weight, scale = hidden.data_ptr(), qweight.data_ptr(), scales.data_ptr()
@@ -166,16 +166,6 @@ class Int8Product(NativeProduct):
     name = "int8"
     kernel = INT8_KERNEL
     functions = ("groupwise_int8_linear", "groupwise_int8_linears")
-
-
-def _is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:
-    return (
-        bias.is_cpu
-        and bias.dtype is dtype
-        and bias.numel() == out_features
-        and bias.is_contiguous()
-        and bias.data_ptr() != 0
-    )
 
 
 def _unreadable(
