@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import jackfield
 from jackfield.errors import PlanError
 from jackfield_plugins.native import NativeKernel, compiling, keeping
 
@@ -411,3 +412,15 @@ def test_what_killed_processes_had_begun_goes_as_well(tmp_path: Path) -> None:
         os.utime(begun, (then, then))
     keeping.keep(folder / "new.so", b"x")
     assert {path.name for path in folder.iterdir()} == {"compiling-b", "writing-b", "new.so"}
+
+
+def test_nothing_is_compiled_for_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else might do, in an error, and what it would take, in an estimate."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    monkeypatch.setattr(compiling, "_made", lambda *_: pytest.fail("it compiles a kernel"))
+    given = {"attn_implementation": "sdpa", "cache_implementation": "dynamic"}
+    with pytest.raises(PlanError, match=r"reads quantized checkpoints.*; use .*int8-cpu"):
+        jackfield.plan("demo", quantization="gguf", **given)
+    weights = jackfield.estimate("demo", **given).weights
+    (found,) = (row for row in weights if row.registered.name == "int8-cpu")
+    assert not found.reasons

@@ -133,6 +133,9 @@ class Backend(ABC):
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         """Why this job cannot be done by the backend.
 
+        What takes seconds to find out is left out while `contracts.advice.advising()` says that
+        nothing is chosen by the answer.
+
         Args:
             requirements: The job, with what the kinds decided before imply.
             options: An instance of `options`.

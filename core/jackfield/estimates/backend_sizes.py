@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jackfield.contracts import Requirements
+from jackfield.contracts.advice import for_advice
 from jackfield.errors import JackfieldError
 from jackfield.planning.planning import Plan
 from jackfield.planning.solving import reasons_against
@@ -91,6 +92,7 @@ def _backends(planned: Plan, kind: str) -> list[tuple[Registered, Any, bool, lis
         except JackfieldError as error:
             found.append((registered, None, False, [str(error)]))
             continue
-        reasons = reasons_against(registered, needs, options)
+        with for_advice():
+            reasons = reasons_against(registered, needs, options)
         found.append((registered, options, False, reasons))
     return found

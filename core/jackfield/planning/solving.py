@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jackfield.contracts import Requirements
+from jackfield.contracts.advice import for_advice
 from jackfield.contracts.backend import Recordable
 from jackfield.errors import JackfieldError, quoted
 from jackfield.planning.candidates import Candidate, Candidates
@@ -201,6 +202,8 @@ def _advice(
             **candidates,
             kind: One(Candidate(registered, options, "named")),
         }
-        if isinstance(solve(ORDER, needs, instead), Solution):
+        with for_advice():
+            found = solve(ORDER, needs, instead)
+        if isinstance(found, Solution):
             fitting.append(registry.address(registered))
     return f"use {' or '.join(map(repr, fitting))}" if fitting else f"no other {kind} can either"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jackfield.contracts.advice import advising
 from jackfield.contracts.private_files import CACHE
 from jackfield.errors import PlanError
 from jackfield_plugins.native.compiling import CompilingError, compiler, library
@@ -58,13 +59,16 @@ class NativeKernel:
         return self._loaded[where]
 
     def cannot_load(self) -> list[str]:
-        """Why the kernel cannot be had; compiles it if it can be built and never was before.
+        """Why the kernel cannot be had; compiles it if it can be built and never was before, unless
+        that is only asked for advice.
 
         A failure is remembered while the process lives: a compiler may take long to fail.
         """
         if reasons := self.cannot_build():
             return reasons
         where = _where()
+        if advising() and where not in self._failures:
+            return []
         if where not in self._failures:
             try:
                 self.library()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jackfield.contracts import NativeCall
+from jackfield.contracts.advice import advising
 from jackfield.errors import ExecutionError
 from jackfield_plugins.native import NativeKernel, pages
 from jackfield_plugins.native.arguments import is_bias, unreadable
@@ -77,7 +78,7 @@ INT8_KERNELS = _kernels(
 def cannot_load(kernels: Kernels, kinds: Iterable[str]) -> list[str]:
     """Why those of some types cannot be had; what never was compiled is now, side by side."""
     wanted = [kernels[kind] for kind in dict.fromkeys(kinds) if kind in kernels]
-    if not wanted:
+    if not wanted or advising():
         return next(iter(kernels.values())).cannot_build()
     beside = os.cpu_count() or 1
     for at in range(0, len(wanted), beside):
