@@ -20,7 +20,7 @@ from jackfield import cli
 from jackfield.api import LoadArguments, PlanArguments
 from jackfield.bridge.devices import ElsewhereError
 from jackfield.cli import server_flags
-from jackfield.cli.answers import instead_of_flag
+from jackfield.cli.answers import instead_of_flag, with_values
 from jackfield.cli.app import app
 from jackfield.cli.flag_words import WORDS
 from jackfield.cli.server_flags import instead_of_flag_of_server
@@ -373,6 +373,8 @@ def test_a_flag_that_says_no_is_not_told_to_say_yes(command: str) -> None:
         ("serve demo --mirostat 2", "there is none"),
         ("serve demo --repeat-last-n 64", "there is none"),
         ("serve demo --typical 0.9", "there is none"),
+        ("serve demo --no-repeat-ngram-size 3",
+         "there is none; in Python: engine.generate(…, no_repeat_ngram_size=…)"),
         ("serve demo --grammar-file x",
          "it is the field grammar of each request, as Lark has them"),
         ("warm demo --parallel 8", "write --rows N"),
@@ -388,7 +390,13 @@ def test_a_flag_that_says_no_is_not_told_to_say_yes(command: str) -> None:
          "there is none: code from a model's repository is never run"),
         ("generate hi --enable-thinking", "write --set enable_thinking=true, or false"),
         ("serve demo --enable-thinking", "write --reasoning off, or on"),
-        ("serve demo --skip-special-tokens", "it is a field of each request"),
+        ("serve demo --skip-special-tokens",
+         "there is none; in Python: engine.generate(…, skip_special_tokens=…)"),
+        ("serve demo --priority 3", "there is none; in Python: engine.generate(…, priority=…)"),
+        ("serve demo --min-p 0.1", "it is a field of each request"),
+        ("serve demo --warmup", "drop it: steps that are compiled are so before it answers"),
+        ("generate hi --warmup",
+         "drop it: nothing is tried before a step comes; `jackfield warm` traces them ahead"),
     ],
 )  # fmt: skip
 def test_what_stands_behind_a_flag_counts(
@@ -467,7 +475,7 @@ def test_a_property_of_an_engine_that_fails_says_its_own_error() -> None:
 )
 def test_tags_are_told_before_anything_is_asked_of_a_hub(name: str) -> None:
     with pytest.raises(
-        CheckpointError, match=r"has a tag, and there are none here: write the file"
+        CheckpointError, match=r"has a tag, and there are none here: write the GGUF"
     ):
         jackfield.load(name)
 
@@ -477,6 +485,25 @@ def test_a_path_with_a_colon_is_no_tag(name: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         jackfield.load(name)
     assert "has a tag" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hf.co/a/b:Q8_0", "write the GGUF file itself, a/b/FILE.gguf"),
+        ("a/b:Q8_0", "write the GGUF file itself, a/b/FILE.gguf"),
+        ("llama3.2:1b", "write the GGUF file itself, OWNER/REPOSITORY/FILE.gguf"),
+    ],
+)
+def test_where_a_file_would_be_is_told(name: str, said: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        jackfield.load(name)
+    assert said in str(caught.value)
+
+
+def test_a_value_that_looks_like_a_flag_stays_one() -> None:
+    assert with_values(["hi", "--stop", "-st", "-fa", "on"]) == ["hi", "--stop", "-st", "-fa", "on"]
+    assert with_values(["hi", "-fa", "on"]) == ["hi", "--flash-attn", "on"]
 
 
 def test_nothing_is_taken_for_a_word_that_is_not_used(engine: Any) -> None:
@@ -489,5 +516,9 @@ def test_nothing_is_taken_for_a_word_that_is_not_used(engine: Any) -> None:
     for name in BOUNDS:
         with pytest.raises(SettingsError, match="each text has a bound here: write max_new_tokens"):
             engine.generate("a", **{name: None})
+    for name in ("system", "guided_choice", "allowed_token_ids", "max_tokens"):
+        for value in ("", []):
+            with pytest.raises(SettingsError, match=name):
+                engine.generate("a", **{name: value})
     with pytest.raises(UsageError, match="max_tokns"):
         engine.generate("a", max_tokns=None)

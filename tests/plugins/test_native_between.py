@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, build
+from families import FAMILIES, build, prompts
 
 import jackfield
 from jackfield.bridge.opaque import tracing
-from jackfield_plugins.compiler.native.between import between, in_order
+from jackfield_plugins.compiler.native import compilation, kept
+from jackfield_plugins.compiler.native.between import between, evidence
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref
 from jackfield_plugins.compiler.native.tracing import trace
+from jackfield_plugins.native import keeping
 
 
 def traced(family: str, cache: str, *sizes: tuple[int, int]) -> dict[tuple[int, int], Graph]:
@@ -28,17 +31,15 @@ def traced(family: str, cache: str, *sizes: tuple[int, int]) -> dict[tuple[int, 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"falcon-alibi"}))
 @pytest.mark.one_in(8)
 def test_they_are_the_same(family: str, cache: str) -> None:
-    numbers = (1, 2, 5, 8, 24, 40)
-    sizes = [(1, n) if cache == "paged" else (n, 1) for n in numbers]
-    graphs = traced(family, cache, *sizes)
-    ends = {size: graphs[size] for size in (sizes[1], sizes[4], sizes[5])}
-    for size in sizes[2:4]:
-        found = between(ends, size)
+    sizes = [(1, n) if cache == "paged" else (n, 1) for n in (1, 2, 4, 8, 16, 24, 32, 40)]
+    known = evidence(sizes)
+    assert len(known) == 4
+    graphs = traced(family, cache, *known, sizes[2], sizes[4], sizes[6])
+    told = {size: graphs[size] for size in known}
+    for size in (sizes[2], sizes[4], sizes[6]):
+        found = between(told, size)
         assert found is not None
         assert found.dump() == graphs[size].dump()
-    assert between(ends, sizes[0]) is None
-    found = between({size: graphs[size] for size in (sizes[0], sizes[4], sizes[5])}, sizes[2])
-    assert found is None or found.dump() == graphs[sizes[2]].dump()
 
 
 def graph(width: int, number: Any = 0, target: str = "aten.neg.default", **more: Any) -> Graph:
@@ -48,12 +49,19 @@ def graph(width: int, number: Any = 0, target: str = "aten.neg.default", **more:
 
 
 def of(make: Any, *widths: int) -> dict[tuple[int, int], Graph]:
-    return {(1, width): make(width) for width in widths}
+    return {(1, width): make(width) for width in (1, *widths)}
+
+
+def rounded(number: int, of: int) -> int:
+    return -(-number // of) * of
 
 
 @pytest.mark.parametrize(
     "make",
     [
+        lambda n: graph(n, rounded(n, 8)), lambda n: graph(n, rounded(n, 16)),
+        lambda n: graph(n, 1 << (n - 1).bit_length()), lambda n: graph(n, n % 16 == 0),
+        lambda n: graph(n, n // 8), lambda n: graph(n, [0] * (n % 8)),
         lambda n: graph(n, min(n, 64)), lambda n: graph(n, n * n), lambda n: graph(n, n > 100),
         lambda n: graph(n, n if n < 100 else None), lambda n: graph(n, 1 / n),
         lambda n: graph(n, [0] * n), lambda n: graph(n, Ref(n > 100)),
@@ -63,24 +71,51 @@ def of(make: Any, *widths: int) -> dict[tuple[int, int], Graph]:
     ],
 )  # fmt: skip
 def test_what_does_not_grow_in_a_line_is_traced(make: Any) -> None:
-    assert between(of(make, 8, 24, 128), (1, 16)) is None
+    assert between(of(make, 2, 37, 128), (1, 16)) is None
 
 
 def test_what_grows_in_a_line_is_written_down() -> None:
     def make(n: int) -> Graph:
-        return graph(n, [3 - n // 8, 7 * n + 2, {"size": (n, 5)}, 1.5, "text", True, None])
+        return graph(n, [3 - n, 7 * n + 2, {"size": (n, 5)}, 1.5, "text", True, None])
 
-    known = of(make, 8, 24, 128)
+    known = of(make, 8, 37, 128)
     assert between(known, (1, 16)).dump() == make(16).dump()  # type: ignore[union-attr]
-    assert between(known, (1, 20)) is None  # half of an eighth is no whole number
     for outside in ((1, 4), (1, 136), (2, 16), (16, 1)):
         assert between(known, outside) is None
     assert between(of(make, 8, 128), (1, 16)) is None
+    assert between(of(make, 8, 24, 64, 128), (1, 16)) is None  # multiples of 8 alone tell nothing
 
 
-def test_the_ends_come_first() -> None:
-    widths = [1, 2, 4, 8, 16, 24, 32]
-    found = in_order([(1, width) for width in widths])
-    assert sorted(found) == [(1, width) for width in widths]
-    assert found[:4] == [(1, 1), (1, 2), (1, 32), (1, 8)]
-    assert in_order([(1, 4), (1, 1)]) == [(1, 1), (1, 4)]
+@pytest.mark.parametrize("most", [16, 24, 32, 64, 128, 512, 1024])
+def test_what_tells_all_sizes_has_the_ends_and_an_odd_one(most: int) -> None:
+    widths = [1, 2, 4, 8, *range(16, most + 1, 8)]
+    for turned in (False, True):
+        found = evidence([(width, 1) if turned else (1, width) for width in widths])
+        first, second, last, odd = (max(size) for size in found)
+        assert (first, second, last) == (1, 2, most)
+        assert 2 < odd < most
+        assert odd % 2
+        assert odd % 3
+    assert evidence([(1, 4), (1, 1), (1, 2), (1, 8)]) == []
+    assert evidence([(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]) == []
+
+
+def test_four_sizes_are_traced_and_none_again(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(kept, "cache_root", lambda: keeping.own_folder(tmp_path / "cache"))
+    sizes: list[int] = []
+
+    def counted(step: Any, model: Any, rows: int, width: int) -> Graph:
+        sizes.append(width)
+        return trace(step, model, rows, width)
+
+    monkeypatch.setattr(compilation, "trace", counted)
+    how: dict[str, Any] = {"cache_implementation": "paged", "compile": "native"}
+    for most, due in ((24, [1, 2, 24, 7]), (24, []), (32, [32])):
+        with jackfield.load(build("llama"), max_batch_size=most, **how) as engine:
+            engine.compile_ahead()
+            assert sizes == due
+            sizes.clear()
+            found = [one.token_ids for one in engine.generate(prompts((5, 9, 3)), max_new_tokens=4)]
+        with jackfield.load(build("llama"), cache_implementation="paged", compile="none") as engine:
+            plain = engine.generate(prompts((5, 9, 3)), max_new_tokens=4)
+            assert found == [one.token_ids for one in plain]

@@ -217,3 +217,20 @@ def test_no_flag_of_a_server_is_told_the_opposite() -> None:
                 or "find_" in FLAGS[flag]
                 or (flag in ("--no-jinja", "--no-enable-log-requests"))
             ), flag
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_field_of_ours_that_is_empty_is_no_field_that_is_missing(kind: str) -> None:
+    made, base = BODIES[kind]
+    (prompt,) = {"prompt", "messages", "input"} & base.keys()
+    for value in ("", []):
+        if (prompt, value) in (("prompt", ""), ("input", "")):
+            assert getattr(made.model_validate({**base, prompt: value}), prompt) == value
+            continue
+        with pytest.raises(Exception, match=r"(?s)" + prompt) as caught:
+            made.model_validate({**base, prompt: value})
+        assert "Field required" not in str(caught.value)
+    for name in ("n", "max_tokens", "top_k", "response_format"):
+        if name in made.model_fields:
+            with pytest.raises(Exception, match=name):
+                made.model_validate({**base, name: []})

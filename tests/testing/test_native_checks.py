@@ -135,6 +135,20 @@ def test_whole_numbers_and_none(due: torch.Tensor) -> None:
             agrees("op", native(lambda out: True), due)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.float64])
+def test_a_call_that_writes_nothing_is_caught_whatever_is_due(dtype: torch.dtype) -> None:
+    due = torch.tensor([1.0, float("nan"), -2.0]).to(dtype)
+    assert agrees("op", native(writes(due)), due)
+    for one in (due, torch.full((3,), float("nan")).to(dtype)):
+        with pytest.raises(WrongError, match=r"unwritten|infinity or NaN"):
+            agrees("op", native(lambda out: True), one)
+
+
+def test_an_output_that_repeats_a_number() -> None:
+    due = torch.tensor([[2.0], [3.0]]).expand(2, 4)
+    assert agrees("op", native(writes(due)), due)
+
+
 def test_infinity_and_nan_are_numbers_too() -> None:
     due = torch.tensor([1.0, float("inf"), -float("inf"), float("nan"), -2.0])
     assert agrees("op", native(writes(due)), due)

@@ -129,13 +129,20 @@ class CompiledForward:
         where the compiler has to wait for a step. Raises ExecutionError.
         """
         if packed and prompts:
-            most = max(most, self.compilation.reads_up_to)
+            most = max(most, self._reads_up_to())
         sizes = sorted({self._fill(count) for count in range(1, most + 1)})
         shapes = [(1, size) if packed else (size, 1) for size in sizes]
         before = self.compilation.graphs
         with guarded(self._registered, "ahead"), tracing():
             self.compilation.ahead(self._step, shapes)
         return sizes if self.compilation.graphs > before else []
+
+    def _reads_up_to(self) -> int:
+        with guarded(self._registered, "reads_up_to"):
+            found: Any = self.compilation.reads_up_to
+        if type(found) is not int or found < 0:
+            raise fault(self._registered, f"reads_up_to must be a number, got {quoted(found)}")
+        return found
 
     def close(self) -> None:
         """Let go of what was compiled and recorded; no step comes any more."""

@@ -41,9 +41,15 @@ def flaw_of(call: Any, room: int | None = None) -> str | None:
 
 
 def unlike(due: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies as `due` does, with none of its numbers: what a call did not write."""
-    wrong = torch.full_like(due, float("nan")) if due.is_floating_point() else due.bitwise_not()
-    return torch.empty_strided(due.shape, due.stride(), dtype=due.dtype).copy_(wrong)
+    """A tensor like `due`, with none of its numbers: what it keeps of them a call did not write."""
+    if due.is_floating_point() or due.is_complex():
+        wide = due.to(torch.complex128 if due.is_complex() else torch.float64)
+        wrong = torch.where(wide.isnan(), torch.ones_like(wide), float("nan")).to(due.dtype)
+    else:
+        wrong = due.bitwise_not()
+    repeats = any(step == 0 < size - 1 for size, step in zip(due.shape, due.stride(), strict=True))
+    strides = wrong.stride() if repeats else due.stride()
+    return torch.empty_strided(due.shape, strides, dtype=due.dtype).copy_(wrong)
 
 
 def difference(
@@ -53,17 +59,18 @@ def difference(
 
     Floats may be `relative` of the largest finite one that is due off, or of `least`.
     """
-    if not due.is_floating_point():
+    if not (due.is_floating_point() or due.is_complex()):
         off = int((found != due).sum())
         if not off:
             return None
         return f"writes other numbers than the Python function in {off} of {due.numel()} places"
+    found, due = _as_double(found), _as_double(due)
     if unwritten := int((found.isnan() & ~due.isnan()).sum()):
         return f"leaves {unwritten} of {due.numel()} numbers unwritten"
     odd = ~due.isfinite()
     if ((found != due) & odd & ~(found.isnan() & due.isnan())).any():
         return "writes other numbers where the Python function has infinity or NaN"
-    found, due = found[~odd].double(), due[~odd].double()
+    found, due = found[~odd], due[~odd]
     if not due.numel():
         return None
     far, most = float((found - due).abs().max()), float(due.abs().max())
@@ -71,6 +78,13 @@ def difference(
         return None
     of = f"those of the Python function, of up to {most:.2g}"
     return f"writes numbers that are {far:.2g} off {of}"
+
+
+def _as_double(tensor: torch.Tensor) -> torch.Tensor:
+    """Its numbers; of complex ones both parts."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj().to(torch.complex128))
+    return tensor.double()
 
 
 def run(call: NativeCall) -> bool:

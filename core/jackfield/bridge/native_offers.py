@@ -125,7 +125,8 @@ class _Held:
         weights = tuple(one.data_ptr() for one in tensors if self._owned.has(one))
         shapes = tuple((one.shape, one.stride(), one.dtype) for one in (out, *tensors))
         if weights not in self._weights or shapes not in self._shapes:
-            self._prove(call, out, args, named)
+            with guarded(self._whose, f"the proof of {self._name}"):
+                self._prove(call, out, args, named)
             self._weights.add(weights)
             self._shapes.add(shapes)
         return call  # type: ignore[no-any-return]
@@ -161,11 +162,7 @@ class _Held:
         _fill(memory, most=1)
         try:
             due = self._operator(*args, **named)
-        except (
-            IndexError,
-            RuntimeError,
-            ValueError,
-        ):  # 1 may lead out of a table
+        except Exception:  # noqa: BLE001 - 1 may lead out of a table, however that is told
             _fill(memory, most=0)
             with guarded(self._whose, f"the operator {self._name}"):
                 due = self._operator(*args, **named)
@@ -192,7 +189,10 @@ class _Held:
         if len(self._siblings) < 2:
             return
         dues = [self._operator(*one.args, **one.named) for one in self._siblings]
-        outs = [unlike(due) for due in dues]
+        outs = [
+            torch.empty_strided(one.out.shape, one.out.stride(), dtype=due.dtype).copy_(unlike(due))
+            for one, due in zip(self._siblings, dues, strict=True)
+        ]
         with self._guard:
             calls = [
                 self._native(out, *one.args, **one.named)
@@ -211,7 +211,8 @@ class _Held:
     ) -> None:
         first = next(iter(given), due)
         length = first.shape[-1] if first.dim() else 1
-        roundings = _ROUNDINGS * torch.finfo(due.dtype).eps if due.is_floating_point() else 0
+        inexact = due.is_floating_point() or due.is_complex()
+        roundings = _ROUNDINGS * torch.finfo(due.dtype).eps if inexact else 0
         if flaw := difference(found, due, roundings + _IN_A_SUM * length**0.5):
             raise self._fault(f"{flaw}{_of(due)}", how)
 

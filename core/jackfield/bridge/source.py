@@ -17,14 +17,16 @@ from jackfield.bridge.config_files import is_folder, read_config
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf import GgufModel, is_gguf, open_gguf
 from jackfield.bridge.quiet import quiet
-from jackfield.errors import CheckpointError, UsageError, quoted, shown
+from jackfield.errors import CheckpointError, UsageError, quoted
 
 logger = logging.getLogger("jackfield")
 
 #: The models inside the package.
 PACKAGED = ("demo", "demo-draft")
 #: As Ollama names a model, and llama.cpp a file of a hub's repository.
-_TAG = re.compile(r"((?:\w[\w.-]*/){1,2}[\w.-]+|\w[\w.-]+):[\w.-]+")
+_TAG = re.compile(
+    r"(?:(?:hf\.co/|huggingface\.co/)?(\w[\w.-]*/[\w.-]+)|\w[\w.-]+):(?![\w.-]*\.gguf$)[\w.-]+"
+)
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,10 @@ def find(
         )
     location = str(model)
     if (tag := _TAG.fullmatch(location)) and not os.path.lexists(location):
+        where = f"{tag[1] or 'OWNER/REPOSITORY'}/FILE.gguf"
         raise CheckpointError(
-            f"{shown(location)} has a tag, and there are none here: write the file itself, "
-            f"{shown(tag[1])}/FILE.gguf, or the hub id alone"
+            f"{location} has a tag, and there are none here: write the GGUF file itself, {where}, "
+            "or a hub id without one"
         )
     if not location:
         raise CheckpointError("the model's name is empty; give a hub id, a folder or 'demo'")

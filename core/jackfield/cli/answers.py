@@ -35,7 +35,8 @@ def with_values(arguments: Sequence[str]) -> list[str]:
     for at, argument in enumerate(found):
         if argument == "--":
             break
-        if len(argument) > 2 and argument in SHORT:
+        behind_a_flag = at > 0 and found[at - 1].startswith("-")  # it may be that one's value
+        if len(argument) > 2 and argument in SHORT and not behind_a_flag:
             found[at] = f"--{SHORT[argument].replace('_', '-')}"
         if argument == "--compile" and (at + 1 == len(found) or found[at + 1].startswith("-")):
             found[at] = "--compile=inductor"
@@ -160,11 +161,12 @@ _SET = {"typical": "typical_p"}
 def _elsewhere(name: str, known: Collection[str]) -> str:
     """Where the setting `name` is given, which no flag of a command has."""
     if "--new-key" in known:
-        from jackfield.serving.schema.theirs import is_nothing
+        from jackfield.serving.schema.theirs import of_a_body
 
-        return (
-            "there is none" if is_nothing(_SET.get(name, name)) else "it is a field of each request"
-        )
+        answer = of_a_body(_SET.get(name, name)) or ""
+        if answer.startswith("there is no"):  # none, or nothing like it
+            return answer.replace("nothing like it here; drop it", "none")
+        return f"in a request: {answer}" if answer else "it is a field of each request"
     return "it is a setting of `jackfield generate` and `chat`"
 
 

@@ -75,7 +75,6 @@ class Alternatives:
     def contenders(self, model: str, backend: str | None) -> list[Contender]:
         """The rows, the one that others are compared with first. Raises UsageError."""
         from jackfield.benchmarking import contenders
-        from jackfield.bridge.source import PACKAGED
 
         common: dict[str, Any] = {"model": model, "device_map": self.device}
         if self.assistant_model is not None:
@@ -83,7 +82,7 @@ class Alternatives:
         if self.revision is not None:
             common["revision"] = self.revision
         given = {name: getattr(self, name) or [] for name in _KINDS}
-        if backend is not None and (backend in PACKAGED or Path(backend).exists()):
+        if backend is not None and _is_model(backend):
             raise UsageError(
                 f"{backend} is a model, and the argument of bench is a backend: write --model "
                 f"{backend}"
@@ -109,6 +108,13 @@ class Alternatives:
         found += [contenders.rival(name, {**common, **dtype}) for name in self.rival or ()]
         contenders.check_labels(found)
         return found
+
+
+def _is_model(name: str) -> bool:
+    """Whether a model was named where a backend is due; a folder of a backend's name is none."""
+    from jackfield.bridge.source import PACKAGED
+
+    return name in PACKAGED or name.endswith(".gguf") or Path(name, "config.json").is_file()
 
 
 _KINDS = (

@@ -86,8 +86,7 @@ _ANSWERS: dict[str, str] = {
     "typical dry-multiplier dry-base dry-allowed-length dry-penalty-last-n xtc-probability "
     "xtc-threshold dynatemp-range top-nsigma cache-reuse cache-ram threads-http kv-unified "
     "cpu-moe n-cpu-moe async-scheduling prio prio-batch",
-    "drop it: nothing is tried before a request comes; `jackfield warm` traces steps ahead": ""
-    "warmup",
+    "drop it: steps that are compiled are so before it answers": "warmup",
     SO: "no-warmup",
     "drop it: a model stays while the server runs, or as long as --model-timeout says": ""
     "keep-alive keepalive",

@@ -435,7 +435,7 @@ class Engine:
         """Compile decode steps of all sizes up to `max_batch_size`, before a request waits for one.
 
         With `prompts` also steps that read prompts, of as many tokens as the compiler takes them
-        in (`native`: 128, in float32 64). Returns the sizes, in tokens; none where nothing is
+        in (`native`: 128 in bfloat16, else 64). Returns the sizes, in tokens; none where nothing is
         compiled, or only when a step comes (all compilers but `native`). Steps with drafts are
         compiled when they first come. Raises ExecutionError where the model cannot be compiled,
         UsageError while requests are open.

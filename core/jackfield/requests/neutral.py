@@ -40,7 +40,7 @@ LOADING: Mapping[str, tuple[Any, ...]] = {
          "rope_freq_scale"), (0,),
     ),
     **dict.fromkeys(("hf_overrides", "override_kv", "limit_mm_per_prompt"), ({},)),
-    "warmup": (True, False),
+    "warmup": (False,),
     "load_format": ("auto", "safetensors"),
     "runner": ("auto", "generate"),
 }  # fmt: skip
@@ -96,6 +96,12 @@ REQUESTS: Mapping[str, tuple[Any, ...]] = {
 
 #: What a word is given that is not used, of whatever kind its values are; {} may be a schema.
 _NOTHING: tuple[Any, ...] = ("", [], ())
+#: Words of which nothing may be a wish: no token, no text before the first message.
+_WISHES = frozenset(
+    {"allowed_token_ids", "guided_choice", "guided_json", "guided_regex", "guided_grammar",
+     "guided_decoding", "structured_outputs", "structural_tag", "response_format",
+     "response_schema", "json_object", "ebnf", "gbnf", "system", "system_prompt"}
+)  # fmt: skip
 #: A text without a bound is what these ask for that are None, and no more than they ask for else.
 BOUNDS = frozenset(
     {"max_tokens", "n_predict", "num_predict", "max_completion_tokens", "max_output_tokens",
@@ -107,7 +113,8 @@ def asks_for_nothing(table: Mapping[str, tuple[Any, ...]], name: str, value: Any
     """Whether `value` is a neutral one of the word `name`: one of a table above, or nothing."""
     if value is None:
         return name not in BOUNDS
-    return any(_same(value, inert) for inert in (*table.get(name, ()), *_NOTHING))
+    empty = () if name in BOUNDS | _WISHES else _NOTHING
+    return any(_same(value, inert) for inert in (*table.get(name, ()), *empty))
 
 
 def _same(value: Any, inert: Any) -> bool:

@@ -176,8 +176,9 @@ class Heard(TorchDispatchMode):
 
 def _compare(what: str, found: torch.Tensor, due: torch.Tensor) -> None:
     bound = 0.0
-    if due.is_floating_point():
-        sums = torch.float64 if due.dtype is torch.float64 else torch.float32
+    if due.is_floating_point() or due.is_complex():
+        double = due.dtype in (torch.float64, torch.complex128)
+        sums = torch.float64 if double else torch.float32
         bound = _ROUNDINGS * torch.finfo(due.dtype).eps + _IN_SUMS * torch.finfo(sums).eps
     if flaw := difference(found, due, bound, least=1.0):
         raise WrongError(f"{what} {flaw}")

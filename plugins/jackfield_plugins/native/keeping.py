@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from jackfield.contracts import private_files
 from jackfield.contracts.private_files import CACHE
@@ -128,28 +129,44 @@ def making(path: Path, seconds: float) -> Iterator[None]:
 
     Threads and processes; after `seconds`, or where there are no locks, they go on all the same.
     """
+    lock = path.with_suffix(".lock")
+    file = _locked(lock, time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        if file is not None:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+            _unlock(file)
+
+
+def _locked(path: Path, until: float) -> TextIO | None:
+    """The file, which this thread alone has now; None: it cannot be had."""
     import fcntl  # where nothing is compiled, there may be none
 
-    try:
-        file = path.with_suffix(".lock").open("w")
-    except OSError:  # who makes it says what is wrong with the folder
-        yield
-        return
-    mine, until = False, time.monotonic() + seconds
-    with file:
-        with contextlib.suppress(OSError):
-            while not mine and time.monotonic() < until:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    mine = True
-                except BlockingIOError:
-                    time.sleep(0.05)
-        try:
-            yield
-        finally:
-            if mine:
-                Path(file.name).unlink(missing_ok=True)
-                fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file as well
+    with contextlib.suppress(OSError):  # who makes it says what is wrong with the folder
+        while time.monotonic() < until:
+            file = path.open("w")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file  # else who had it before has taken it away
+            except BlockingIOError:
+                time.sleep(0.05)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                file.close()
+                raise
+            file.close()
+    return None
+
+
+def _unlock(file: TextIO) -> None:
+    import fcntl
+
+    with contextlib.suppress(OSError), file:  # a process that was forked meanwhile has it as well
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def keep(path: Path, content: bytes) -> None:
@@ -166,7 +183,8 @@ def _forget_beside(path: Path) -> None:
         with contextlib.suppress(OSError):
             if _age(other) > UNREAD:
                 other.unlink()
-    for begun in (*path.parent.glob("compiling-*"), *path.parent.glob("writing-*")):
+    patterns = ("compiling-*", "writing-*", "*.lock")
+    for begun in (one for pattern in patterns for one in path.parent.glob(pattern)):
         with contextlib.suppress(OSError):
             if _age(begun) > UNFINISHED:
                 shutil.rmtree(begun) if begun.is_dir() else begun.unlink()

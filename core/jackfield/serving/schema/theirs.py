@@ -31,7 +31,7 @@ _END = "a text goes on where logit_bias has the id of the EOS token at -100, up 
 #: answer -> the fields that it answers
 _ANSWERS = {
     _END: "ignore_eos min_tokens min_new_tokens min_length",
-    "it is for Python alone: engine.generate(…, NAME=…)": "priority skip_special_tokens "
+    "there is none; in Python: engine.generate(…, NAME=…)": "priority skip_special_tokens "
     "no_repeat_ngram_size typical_p epsilon_cutoff eta_cutoff",
     _NONE: "tfs_z mirostat mirostat_tau mirostat_eta dynatemp_range dynatemp_exponent "
     "xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n "
@@ -95,9 +95,9 @@ def asks_for_nothing(name: str, value: Any, fields: Container[str]) -> bool:
     """Whether a field of other servers, in a body of `fields`, has a value that is so anyway."""
     if name == "add_special_tokens":
         return any(value is adds for field, adds in _ADDING.items() if field in fields)
-    if name == "best_of" and name in fields:
-        return False
-    known = name in _FIELDS or name in _SETTINGS or name == "top_k"
+    if name in fields:  # what it may be is said there; -1 keeps all tokens
+        return name == "top_k" and value == -1 and type(value) in (int, float)
+    known = name in _FIELDS or name in _SETTINGS
     return known and neutral.asks_for_nothing(NEUTRAL, name, value)
 
 
@@ -132,10 +132,10 @@ def instead_of_field(
     ours = names.get(_SETTINGS.get(name, ""), "")
     if ours.partition(".")[0] in fields and ours != "model":
         return f"write {ours}"
+    return of_a_body(name)
+
+
+def of_a_body(name: str) -> str | None:
+    """What any body has in place of the field `name`; None: it may have just that."""
     answer = _FIELDS.get(name)
     return answer.replace("NAME", name) if answer else None
-
-
-def is_nothing(name: str) -> bool:
-    """Whether no field of a body has what others call so."""
-    return _FIELDS.get(name) == _NONE

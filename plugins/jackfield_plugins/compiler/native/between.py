@@ -1,8 +1,10 @@
 """The graph of a step whose size lies between others: written down, where tracing takes seconds.
 
 In the graphs of one model's steps the same operators stand in the same order; what differs are
-whole numbers, each of which grows in a line with the size. Where that is so in three graphs, and
-one of them is larger and one smaller, it is taken to be so between them.
+whole numbers, each of which grows in a line with the size. Where that is so in graphs of sizes that
+have nothing in common, one larger and one smaller, it is taken to be so between them. Steps are
+filled up to multiples of 8, so one of these sizes is odd: what is rounded up to such a multiple, or
+done for such alone, would look like a line without it.
 """
 
 from __future__ import annotations
@@ -19,46 +21,49 @@ class _UnlikeError(Exception):
     """Something differs and is no number that grows in a line."""
 
 
-def in_order(sizes: Iterable[Size]) -> list[Size]:
-    """`sizes`, those first that all others lie between: the ends, and one in the middle."""
+def evidence(sizes: Iterable[Size]) -> list[Size]:
+    """The sizes whose graphs tell those of all `sizes`; none where tracing these is no less."""
     found = sorted(set(sizes))
-    if len(found) < 5:
-        return found
+    along = next((at for at in (1, 0) if all(size[1 - at] == 1 for size in found)), None)
+    if along is None or len(found) < 5:
+        return []
+    odd = int(0.29 * found[-1][along]) | 1
+    odd += 2 * (odd % 3 == 0)
     # A step of one token may have other operators: views of it are others.
-    first = [found[0], found[1], found[-1], found[len(found) // 2]]
-    return first + [size for size in found if size not in first]
+    return [*found[:2], found[-1], (1, odd) if along else (odd, 1)]
 
 
 def between(graphs: Mapping[Size, Graph], size: Size) -> Graph | None:
-    """The graph of `size`, if it follows from three of `graphs`; None: it has to be traced."""
+    """The graph of `size`, if it follows from `graphs`; None: it has to be traced."""
     along = next((at for at in (1, 0) if size[1 - at] == 1), None)
     if along is None:
         return None
-    known = {one[along]: graph for one, graph in graphs.items() if one[1 - along] == 1}
     number = size[along]
-    below = max((one for one in known if one < number), default=None)
-    above = min((one for one in known if one > number), default=None)
-    others = [one for one in known if one not in (below, above)]
-    if below is None or above is None or not others:
+    known = {one[along]: graph for one, graph in graphs.items() if one[1 - along] == 1}
+    several = sorted(one for one in known if one > 1)
+    below = [one for one in several if one < number]
+    above = [one for one in several if one > number]
+    odd = [one for one in several if one % 2]
+    if not (below and above and odd):
         return None
-    three = [below, above, max(others)]
-    if any(known[one].constants for one in three):
+    at = sorted({below[0], below[-1], above[0], above[-1], odd[0]})
+    if len(at) < 3 or any(known[one].constants for one in at):
         return None
     try:
-        return _graph([known[one] for one in three], three, number, size)
+        return _graph([known[one] for one in at], at, number, size)
     except _UnlikeError:
         return None
 
 
-def _graph(three: Sequence[Graph], at: Sequence[int], number: int, size: Size) -> Graph:
+def _graph(graphs: Sequence[Graph], at: Sequence[int], number: int, size: Size) -> Graph:
     def follow(found: Sequence[Any]) -> Any:
         return _follow(found, at, number)
 
     return Graph(
         *size,
-        inputs=[Input(*follow(same)) for same in _side_by_side([one.inputs for one in three])],
-        nodes=[Node(*follow(same)) for same in _side_by_side([one.nodes for one in three])],
-        output=_same([one.output for one in three]),
+        inputs=[Input(*follow(same)) for same in _side_by_side([one.inputs for one in graphs])],
+        nodes=[Node(*follow(same)) for same in _side_by_side([one.nodes for one in graphs])],
+        output=_same([one.output for one in graphs]),
     )
 
 

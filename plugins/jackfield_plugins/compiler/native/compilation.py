@@ -11,7 +11,7 @@ import torch
 from jackfield.contracts import Compilation
 from jackfield.errors import ExecutionError, first_line
 from jackfield_plugins.compiler.holding import Held
-from jackfield_plugins.compiler.native.between import Size, between, in_order
+from jackfield_plugins.compiler.native.between import Size, between, evidence
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.compiler.native.kept import KeptGraphs
 from jackfield_plugins.compiler.native.linears import KERNEL, few
@@ -83,7 +83,10 @@ class NativeCompilation(Compilation):
 
     def ahead(self, step: ModelStep, sizes: Sequence[Size]) -> None:
         self._look()
-        for size in in_order(sizes):
+        missing = [size for size in sizes if self._read(size)[0] is None]
+        for size in evidence(missing):
+            self._graph(step, size)
+        for size in sizes:
             if size not in self._programs:
                 self._made(step, size)
 
