@@ -21,7 +21,7 @@ from jackfield_plugins.native import keeping
 def traced(family: str, cache: str, *sizes: tuple[int, int]) -> dict[tuple[int, int], Graph]:
     model: Any = build(family, torch.float32)
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
+        model.set_experts_implementation("grouped_mm")
     with jackfield.load(model, cache_implementation=cache, compile="native") as engine, tracing():
         step = engine._bound.compiled._step  # type: ignore[union-attr]
         return {size: trace(step, engine.model, *size) for size in sizes}
