@@ -12,7 +12,7 @@ from families import FAMILIES, MORE_FAMILIES, build, character_tokenizer, prompt
 
 import jackfield
 from jackfield.errors import CheckpointError, PlanError
-from jackfield_plugins.compiler.native.kept import KeptGraphs
+from jackfield_plugins.compiler.native.compilation import NativeCompilation
 
 Said = list[Any]
 
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_uncompiled_steps(family: str) -> None:
 def test_native_steps_are_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweep above would pass without them."""
     # Else the prompt is a native step, too, where another test has traced steps of as many rows.
-    monkeypatch.setattr(KeptGraphs, "has", lambda *_: False)
+    monkeypatch.setattr(NativeCompilation, "reads", lambda *_: False)
     with load(build("llama", torch.float32), "native") as engine:
         engine.generate([5, 6, 7], max_new_tokens=4)
         assert compiled(engine).calls == 3

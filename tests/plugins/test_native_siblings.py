@@ -14,9 +14,9 @@ from native_calls import FLOATS, stretch_of
 import jackfield
 from jackfield_plugins.compiler.native import program
 from jackfield_plugins.compiler.native.calls import Done
+from jackfield_plugins.compiler.native.compilation import NativeCompilation
 from jackfield_plugins.compiler.native.entering import entered, operator
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref, refs
-from jackfield_plugins.compiler.native.kept import KeptGraphs
 from jackfield_plugins.compiler.native.linears import FEW_TURNED, few
 from jackfield_plugins.compiler.native.operators import native_calls
 from jackfield_plugins.compiler.native.siblings import LINEARS, joined, side_by_side
@@ -125,7 +125,9 @@ def test_a_step_takes_fewer_calls_and_gives_the_same_numbers(
         return made
 
     monkeypatch.setattr(program, "joined", counting)
-    monkeypatch.setattr(KeptGraphs, "has", lambda *_: False)  # the prompt is no native step
+    monkeypatch.setattr(
+        NativeCompilation, "reads", lambda *_: False
+    )  # the prompt is no native step
     for targets in (frozenset(), LINEARS):
         monkeypatch.setattr(program, "LINEARS", targets)
         with jackfield.load(
