@@ -29,7 +29,7 @@ def traced(family: str, cache: str, *sizes: tuple[int, int]) -> dict[tuple[int, 
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic"])
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"falcon-alibi"}))
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_they_are_the_same(family: str, cache: str) -> None:
     sizes = [(1, n) if cache == "paged" else (n, 1) for n in (1, 2, 4, 8, 16, 24, 32, 40)]
     known = evidence(sizes)
