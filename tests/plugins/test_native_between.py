@@ -7,15 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, build, prompts
+from families import FAMILIES, MORE_FAMILIES, build, prompts
 
 import jackfield
 from jackfield.bridge.opaque import tracing
+from jackfield.errors import PlanError
 from jackfield_plugins.compiler.native import compilation, kept
 from jackfield_plugins.compiler.native.between import between, evidence
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref
 from jackfield_plugins.compiler.native.tracing import trace
 from jackfield_plugins.native import keeping
+
+#: By `native`, in one layout or in both.
+REFUSED = {
+    "falcon-alibi", "llama4", "lfm2", "qwen3-next", "diffllama", "hrm-text", "bloom",
+}  # fmt: skip
+#: What differs in graphs of theirs is more than numbers that grow in a line.
+TRACED = {"gemma3n"}
 
 
 def traced(family: str, cache: str, *sizes: tuple[int, int]) -> dict[tuple[int, int], Graph]:
@@ -28,18 +36,22 @@ def traced(family: str, cache: str, *sizes: tuple[int, int]) -> dict[tuple[int, 
 
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic"])
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"falcon-alibi"}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE_FAMILIES} - REFUSED))
 @pytest.mark.one_in(16)
 def test_they_are_the_same(family: str, cache: str) -> None:
     sizes = [(1, n) if cache == "paged" else (n, 1) for n in (1, 2, 4, 8, 16, 24, 32, 40)]
     known = evidence(sizes)
     assert len(known) == 4
-    graphs = traced(family, cache, *known, sizes[2], sizes[4], sizes[6])
+    try:
+        graphs = traced(family, cache, *known, sizes[2], sizes[4], sizes[6])
+    except PlanError:
+        assert (family, cache) == ("deepseek-v3", "dynamic")
+        return
     told = {size: graphs[size] for size in known}
     for size in (sizes[2], sizes[4], sizes[6]):
         found = between(told, size)
-        assert found is not None
-        assert found.dump() == graphs[size].dump()
+        assert (found is None) == (family in TRACED)
+        assert found is None or found.dump() == graphs[size].dump()
 
 
 def graph(width: int, number: Any = 0, target: str = "aten.neg.default", **more: Any) -> Graph:
