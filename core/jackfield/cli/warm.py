@@ -29,7 +29,7 @@ def warm(
     rows: RowsOption = 128,
     json: JsonOption = False,
 ) -> None:
-    """Trace the decode steps of a model, for every size up to --rows, and keep them on disk.
+    """Make graphs of the decode steps of a model, for every size up to --rows, and keep them.
 
     Engines of other processes then have them at once, and `auto` takes the compiler `native` for
     this model on this machine. Steps of so many tokens that read prompts use the same graphs.

@@ -152,18 +152,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "quantizer": {
         "awq": "int4-cpu' or 'bnb-4bit",
         **dict.fromkeys(
-            (
-                "q4_0",
-                "q4_1",
-                "q4_k",
-                "q4_k_m",
-                "q4_k_s",
-                "q5_0",
-                "q5_1",
-                "q5_k",
-                "q5_k_m",
-                "iq4_nl",
-            ),
+            ("q4_0", "q4_1", "q4_k", "q4_k_m", "q4_k_s", "q5_0", "q5_1", "q5_k", "q5_k_m"),
             "int4-cpu' or 'bnb-4bit",
         ),
         **dict.fromkeys(("q8_0", "q6_k"), "int8-cpu' or 'bnb-8bit"),
